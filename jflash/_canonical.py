@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -109,7 +108,6 @@ def canonicalize(
         ids: Any = [_merge_batch(ids, batch_axes) for ids in segment_ids]
         query_segments, key_segments = _segments(ids, sequence_axes if devices > 1 else ())
     scale_is_array, offset_is_array = _arguments.is_array(scale), _arguments.is_array(query_offset)
-    limit = _arguments.OFFSET_LIMIT
     operands = Operands(
         query=_merge_batch(query, batch_axes),
         **_keys_and_values(cache, batch_axes, accumulator),
@@ -118,9 +116,9 @@ def canonicalize(
         scale=jnp.asarray(scale).astype(accumulator)[None] if scale_is_array else None,
         alibi_slopes=_shared(alibi_slopes, accumulator),
         sinks=_shared(sinks, accumulator),
-        query_offset=_narrow(query_offset, -limit, limit).reshape(-1) if offset_is_array else None,
-        query_lengths=_lengths(query_seq_lengths, whole_query),
-        key_lengths=_lengths(key_value_seq_lengths, whole_key),
+        query_offset=_in_32_bits(query_offset) if offset_is_array else None,
+        query_lengths=_in_32_bits(query_seq_lengths),
+        key_lengths=_in_32_bits(key_value_seq_lengths),
         query_segments=query_segments,
         key_segments=key_segments,
         **_indices(math.prod(batch_axes), heads, score_mod is not None or mask_mod is not None, dropped),
@@ -261,20 +259,19 @@ def _place(in_order: Int[Array, "n"], ids: Int[Array, "L"]) -> Int32[Array, "L"]
     return before
 
 
-def _lengths(lengths: Any, most: int) -> Int[Array, "B"] | None:
-    return None if lengths is None else _narrow(lengths, 0, most).reshape(-1)
+def _in_32_bits(array: Any) -> Int32[Array, "#B"] | None:
+    """Return offsets or lengths as int32, wider ones clamped to what it holds; who reads them limits them further
+    (`tile.in_range`)."""
+    if array is None:
+        return None
+    array = jnp.asarray(array).reshape(-1)
+    return array if array.dtype == jnp.int32 else _clamped(array)
 
 
-def _narrow(array: Any, least: int, most: int) -> Int[Array, "..."]:
-    """Return an integer array clamped to a range and made int32, in the order that does not wrap."""
-    return _clamped(jnp.asarray(array), least, most)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _clamped(array: Int[Array, "..."], least: int, most: int) -> Int32[Array, "..."]:
+@jax.jit
+def _clamped(array: Int[Array, "..."]) -> Int32[Array, "..."]:
     """Clamp an array, compiled: else numbers are sent to the device, which `jax.transfer_guard` may forbid."""
-    if array.dtype.itemsize < 4:
-        array = array.astype(jnp.int32)
-    if jnp.issubdtype(array.dtype, jnp.unsignedinteger):
-        least = 0
-    return jnp.clip(array, least, most).astype(jnp.int32)
+    limits = jnp.iinfo(jnp.int32)
+    if array.dtype.itemsize >= 4:
+        array = jnp.clip(array, max(limits.min, int(jnp.iinfo(array.dtype).min)), limits.max)
+    return array.astype(jnp.int32)

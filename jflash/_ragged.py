@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jflash import _arguments
+from jflash._semantics.search import count_up_to
 
 
 class Ragged(NamedTuple):
@@ -56,7 +57,7 @@ class Ragged(NamedTuple):
         """Return where each of `count` tokens belongs."""
         token = jnp.arange(count, dtype=jnp.int32)
         stops = jnp.where(jnp.arange(len(self.kv_lens)) < self.num_seqs, self.cu_q_lens[1:], count)
-        sequence = _bucket(stops, token)
+        sequence = jnp.minimum(count_up_to(stops, token), len(stops) - 1)
         place = token - self.cu_q_lens[sequence]
         is_one = (token >= self.cu_q_lens[0]) & (token < jnp.take(self.cu_q_lens, self.num_seqs[0], mode="clip"))
         return Tokens(sequence, place, self.kv_lens[sequence] - self.query_lengths[sequence] + place, is_one)
@@ -64,32 +65,27 @@ class Ragged(NamedTuple):
     def blocks(self, tokens: int, rows: int) -> Blocks:
         """Return all `tokens` in blocks of up to `rows`, in order, each of one sequence or of none.
 
-        There are as many blocks as there can ever be. Those past the last have no tokens.
+        There are as many blocks as there can ever be. Some have no tokens, behind those of any sequence: so the number
+        of a sequence's first block follows from its first token alone.
         """
         seqs = len(self.kv_lens)
         # Tokens of no sequence, which have no keys, are before the first sequence and after the last.
         begins = jnp.where(jnp.arange(seqs + 1) <= self.num_seqs, jnp.clip(self.cu_q_lens, 0, tokens), tokens)
         starts, stops = jnp.pad(begins, (1, 0)), jnp.pad(begins, (0, 1), constant_values=tokens)
-        blocks = (stops - starts + rows - 1) // rows
-        # XLA makes a running sum slowly on GPUs, and a sum over comparisons fast.
-        place = jnp.arange(len(blocks))
-        block_stops = jnp.sum(jnp.where(place[None] <= place[:, None], blocks[None], 0), axis=1, dtype=jnp.int32)
-        most = min(tokens, (tokens + len(blocks) * (rows - 1)) // rows)
+        # Of r rows ceil((stop - start) / r) <= stop // r - start // r + 1, and of one row without the 1.
+        spare = int(rows > 1)
+        first_blocks = starts // rows + spare * jnp.arange(len(starts))
+        most = tokens // rows + spare * len(starts)
         # A multiple of 16, so that a backend can take several at a time.
         block = jnp.arange(most if most < 16 else -(-most // 16) * 16, dtype=jnp.int32)
-        stretch = _bucket(block_stops, block)
-        first = jnp.where(block < block_stops[-1], (block - (block_stops - blocks)[stretch]) * rows, tokens)
-        start = jnp.clip(starts[stretch] + first, 0, tokens)
+        stretch = count_up_to(first_blocks, block) - 1
+        stop = stops[stretch]
+        start = jnp.minimum(starts[stretch] + (block - first_blocks[stretch]) * rows, stop)
+        count = jnp.minimum(stop - start, rows)
         sequence = jnp.clip(stretch - 1, 0, seqs - 1)
-        is_one = (stretch == sequence + 1) & (sequence < self.num_seqs)
+        is_one = (stretch == sequence + 1) & (sequence < self.num_seqs) & (count > 0)
         keys = jnp.where(is_one, self.kv_lens[sequence], 0)
-        return Blocks(
-            sequence=sequence,
-            start=start,
-            tokens=jnp.clip(stops[stretch] - start, 0, rows),
-            position=keys - (stops - starts)[stretch] + first,
-            keys=keys,
-        )
+        return Blocks(sequence=sequence, start=start, tokens=count, position=keys - (stop - start), keys=keys)
 
 
 class Tokens(NamedTuple):
@@ -117,9 +113,3 @@ class Blocks(NamedTuple):
     """The index of the block's first token among the sequence's keys."""
     keys: Int[Array, "blocks"]
     """The number of the sequence's keys; 0 for tokens of no sequence."""
-
-
-def _bucket(stops: Int[Array, "n"], values: Int[Array, "m"]) -> Int[Array, "m"]:
-    """Return the first of the ascending `stops` that each value is below; the last if there is none."""
-    passed = jnp.sum(stops[None] <= values[:, None], axis=1, dtype=jnp.int32)
-    return jnp.minimum(passed, len(stops) - 1)

@@ -26,7 +26,7 @@ from jflash._mesh import varying_alike
 from jflash._ring import CUT_AS_USED, Pair, SequenceSplit
 from jflash._semantics import online_softmax, visibility
 from jflash._semantics.spec import KEYS_AXIS, QUERIES_AXIS, Operands, Residuals, Results, Spec
-from jflash._semantics.tile import Parameters
+from jflash._semantics.tile import Parameters, in_range
 
 Attend = Callable[[Spec, Operands], Results]
 """A function that attends with one chunk of queries to one chunk of keys."""
@@ -168,8 +168,11 @@ def part_of(
     first_query = split.first(split.queries.own, pair.queries, query_length)
     first_key = split.first(source, pair.keys, key_length)
     query_count, key_count = queries["query"].shape[1], keys["key"].shape[1]
-    inside = lambda lengths, first, most: None if lengths is None else jnp.clip(lengths - first, 0, most)
-    offset = operands.query_offset if spec.query_offset is None else spec.query_offset
+    # Any int32 may be given, and must not wrap.
+    inside = lambda lengths, first, most: (
+        None if lengths is None else jnp.clip(jnp.maximum(lengths, 0) - first, 0, most)
+    )
+    offset = in_range(spec, "query_offset", operands.query_offset) if spec.query_offset is None else spec.query_offset
     # An offset that is known before the call makes better kernels.
     static = pair.same and spec.query_offset is not None
     static = static or (pair.all_visible and operands.alibi_slopes is None)

@@ -19,6 +19,7 @@ from jflash import _mesh
 from jflash._semantics import visibility
 from jflash._semantics.coverage import TILE
 from jflash._semantics.spec import QUERIES_AXIS, Operands, Residuals, Spec
+from jflash._semantics.tile import in_range
 from jflash_metal._tile_lists import MASK_BYTES, told_apart
 
 MOST_BYTES = 2**25
@@ -122,8 +123,9 @@ class _Parts:
     def call(self, operands: Operands, arrays: dict[str, Array], first: Int32[Array, ""]) -> tuple[Spec, Operands]:
         """Return the call of the part that begins at row `first`."""
         spec = self.spec
-        offset = spec.query_offset if operands.query_offset is None else operands.query_offset
-        lengths = spec.query_length if operands.query_lengths is None else operands.query_lengths
+        given = {name: in_range(spec, name, getattr(operands, name)) for name in ("query_offset", "query_lengths")}
+        offset = spec.query_offset if given["query_offset"] is None else given["query_offset"]
+        lengths = spec.query_length if given["query_lengths"] is None else given["query_lengths"]
         first_query = 0 if operands.first_query is None else operands.first_query
         by_entry = lambda numbers: jnp.reshape(jnp.asarray(numbers, jnp.int32), -1)
         part = operands._replace(

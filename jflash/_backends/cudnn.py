@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jflash._platform import Platform
 from jflash._semantics.spec import Operands, Residuals, Spec
-from jflash._semantics.tile import zero_padding
+from jflash._semantics.tile import in_range, zero_padding
 
 _attention = jax.nn.dot_product_attention
 """jax.nn's own, also inside `jflash.replacing_jax_nn`."""
@@ -163,17 +163,18 @@ def _differentiable(spec: Spec, operands: Operands) -> tuple[Array, Any]:
             scale=spec.scale,
             is_causal=right == 0,
             local_window_size=None if left is None else (left, 0),
-            query_seq_lengths=_lengths(queries, spec.batch),
-            key_value_seq_lengths=_lengths(keys, spec.batch),
+            query_seq_lengths=_lengths(spec, "query_lengths", queries),
+            key_value_seq_lengths=_lengths(spec, "key_lengths", keys),
             implementation="cudnn",
         )  # fmt: skip
 
     return jax.vjp(attend, query, key, value)
 
 
-def _lengths(lengths: Int32[Array, "#B"] | None, batch: int) -> Int32[Array, "B"] | None:
+def _lengths(spec: Spec, name: str, lengths: Int32[Array, "#B"] | None) -> Int32[Array, "B"] | None:
     """Return the lengths as jax.nn takes them, none of them 0."""
-    return None if lengths is None else jnp.broadcast_to(jnp.maximum(lengths, 1), (batch,))
+    clamped = in_range(spec, name, lengths)
+    return None if clamped is None else jnp.broadcast_to(jnp.maximum(clamped, 1), (spec.batch,))
 
 
 def _residuals(pull_back: Any, spec: Spec) -> list[Array]:

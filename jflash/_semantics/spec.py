@@ -50,8 +50,9 @@ class Operands(NamedTuple):
     sinks: Float[Array, "#B N"] | None = None
     query_starts: Int32[Array, "B"] | None = None
     """The row of `query` that is an entry's first, in a call with `Spec.tokens`. Entries have rows of their own, by
-    `query_lengths`, in order, and all rows are some entry's; an entry without rows may start behind the last one."""
+    `query_lengths`, in order, and all rows are some entry's; one without rows starts where the next one does."""
     query_offset: Int32[Array, "#B"] | None = None
+    """Any values, as lengths: they are read by `tile.in_range`."""
     query_lengths: Int32[Array, "#B"] | None = None
     key_lengths: Int32[Array, "#B"] | None = None
     query_segments: Int32[Array, "#B T"] | None = None

@@ -216,6 +216,20 @@ def add_parameters(spec: Spec, sums: Parameters, tile: Parameters, corner: Corne
     return jax.tree.map(add, sums, _parameter_parts(spec, sums, corner, shape), tile)
 
 
+LIMITS = "query_offset", "query_lengths", "key_lengths"
+"""Operands that say which keys an entry's queries see, whose values are not known before the call."""
+
+_OFFSET_LIMIT = 2**30
+"""Sums of offsets, lengths and sides of a window do not wrap. It is more than callers may give, for parts of a call."""
+
+
+def in_range[Values: Array | None](spec: Spec, name: str, values: Values) -> Values:
+    """Return an operand of `LIMITS`, which may have any int32 values, within the range that counts: lengths from 0 to
+    those of the call's queries or keys. A backend reads them by this, as a pass over them would be a kernel more."""
+    ranges = dict(query_lengths=(0, spec.query_length), key_lengths=(0, spec.key_length))
+    return values if values is None else jnp.clip(values, *ranges.get(name, (-_OFFSET_LIMIT, _OFFSET_LIMIT)))
+
+
 def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) -> Tile:
     """Return the tile of `shape` at `corner`."""
     by_batch = lambda array: None if array is None else _take(array, _by_batch(array, corner, shape))
@@ -224,7 +238,8 @@ def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) 
     b, _, i, j = corner
     query = (i + jnp.arange(shape.queries, dtype=jnp.int32))[None, None, None, :, None]
     key = (j + jnp.arange(shape.keys, dtype=jnp.int32))[None, None, None, None, :]
-    offset = by_batch(operands.query_offset) if operands.query_offset is not None else spec.query_offset
+    limit = lambda name: by_batch(in_range(spec, name, getattr(operands, name)))
+    offset = limit("query_offset") if operands.query_offset is not None else spec.query_offset
     assert offset is not None
     query_segments, key_segments = operands.query_segments, operands.key_segments
     if query_segments is not None and key_segments is not None:
@@ -241,8 +256,8 @@ def load_tile(spec: Spec, operands: Operands, corner: Corner, shape: TileShape) 
         batch=by_batch(operands.batch_index),
         head=by_head(operands.head_index),
         mask=by_pair(operands.mask),
-        query_lengths=by_batch(operands.query_lengths),
-        key_lengths=by_batch(operands.key_lengths),
+        query_lengths=limit("query_lengths"),
+        key_lengths=limit("key_lengths"),
         query_segments=query_segments,
         key_segments=key_segments,
         dropout_seed=None if seed is None else cut(seed, (b, 0), (shape.batch, 2)),

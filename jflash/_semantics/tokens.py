@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jflash._semantics.search import count_up_to
 from jflash._semantics.spec import Operands, Spec
 
 JOINED = frozenset({"query", "out", "query_starts"})
@@ -22,8 +23,7 @@ JOINED = frozenset({"query", "out", "query_starts"})
 def places(starts: Int[Array, "B"], tokens: int) -> tuple[Int[Array, "tokens"], Int[Array, "tokens"]]:
     """Return the entry that each token belongs to, and its row there."""
     token = jnp.arange(tokens, dtype=jnp.int32)
-    # XLA makes one kernel of this, and of a search many.
-    entry = jnp.sum(starts[None] <= token[:, None], axis=1, dtype=jnp.int32) - 1
+    entry = count_up_to(starts, token) - 1
     return entry, token - starts[entry]
 
 

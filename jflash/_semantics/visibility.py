@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jflash._semantics.spec import Operands, Spec
-from jflash._semantics.tile import Tile, cut
+from jflash._semantics.tile import Tile, cut, in_range
 
 
 def visible(spec: Spec, tile: Tile) -> Bool[Array, "#b #k #g #i #j"] | None:
@@ -117,7 +117,7 @@ def query_spans(
         window=(right, left),
         query_offset=None if spec.query_offset is None else -spec.query_offset,
     )
-    offset = operands.query_offset
+    offset = in_range(spec, "query_offset", operands.query_offset)
     return key_spans(
         exchanged,
         operands._replace(
@@ -150,7 +150,8 @@ def key_spans(
     int32 = jnp.int32
     last = first + rows - 1
 
-    def extremes(array: Array) -> tuple[Array, Array]:
+    def extremes(name: str) -> tuple[Array, Array]:
+        array = in_range(spec, name, getattr(operands, name))
         if array.ndim == 0:
             return array, array
         taken = cut(array, (batch,), (batches,))
@@ -160,7 +161,7 @@ def key_spans(
     full_start, full_stop = start, stop
     least_offset = most_offset = spec.query_offset
     if operands.query_offset is not None:
-        least_offset, most_offset = extremes(operands.query_offset.astype(int32))
+        least_offset, most_offset = extremes("query_offset")
     assert least_offset is not None
     assert most_offset is not None
     left, right = spec.bounds
@@ -171,11 +172,11 @@ def key_spans(
         stop = jnp.minimum(stop, last + most_offset + right + 1)
         full_stop = jnp.minimum(full_stop, first + least_offset + right + 1)
     if operands.key_lengths is not None:
-        least, most = extremes(operands.key_lengths)
+        least, most = extremes("key_lengths")
         stop = jnp.minimum(stop, most)
         full_stop = jnp.minimum(full_stop, least)
     if operands.query_lengths is not None:
-        least, most = extremes(operands.query_lengths)
+        least, most = extremes("query_lengths")
         stop = jnp.where(first < most, stop, start)
         full_stop = jnp.where(last < least, full_stop, start)
     if operands.query_segments is not None and operands.key_segments is not None:

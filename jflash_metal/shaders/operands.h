@@ -7,6 +7,9 @@
 #include "parameters.h"
 #include "tiles.h"
 
+/// Sums of offsets, lengths and sides of a window do not wrap.
+constexpr constant int OFFSET_LIMIT = 1 << 30;
+
 /// The type of keys and values: that of queries, unless a paged cache has another.
 typedef CACHE_SCALAR CacheScalar;
 typedef BIAS_SCALAR BiasScalar;
@@ -108,15 +111,15 @@ inline Head head_of(thread const Operands& operands, constant Parameters& parame
   own.alibi_slope = HAS_ALIBI ? operands.alibi_slopes[batch * parameters.alibi_slopes_stride + head] : 0.0f;
   own.offset = parameters.query_offset;
   if (OFFSET_IS_ARRAY) {
-    own.offset = operands.query_offset[batch * parameters.query_offset_stride];
+    own.offset = clamp(operands.query_offset[batch * parameters.query_offset_stride], -OFFSET_LIMIT, OFFSET_LIMIT);
   }
   own.query_limit = parameters.queries;
   own.key_limit = parameters.keys;
   if (HAS_QUERY_LENGTHS) {
-    own.query_limit = operands.query_lengths[batch * parameters.query_lengths_stride];
+    own.query_limit = clamp(operands.query_lengths[batch * parameters.query_lengths_stride], 0, parameters.queries);
   }
   if (HAS_KEY_LENGTHS) {
-    own.key_limit = operands.key_lengths[batch * parameters.key_lengths_stride];
+    own.key_limit = clamp(operands.key_lengths[batch * parameters.key_lengths_stride], 0, parameters.keys);
   }
   return own;
 }

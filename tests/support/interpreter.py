@@ -87,7 +87,7 @@ class CommonInterpreter(Ops):
         if len(target.shape) == 3:
             self._store_packed_rows(values, target, first, limit, columns)
             return
-        (height, width), (length, dim) = values.shape, target.shape
+        (height, width), (length, dim), first = values.shape, target.shape, jnp.asarray(first)
         assert not isinstance(limit, int) or limit <= length
 
         def store(column: int) -> None:

@@ -22,7 +22,7 @@ from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import round_up
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._semantics.spec import Operands, Spec
-from jflash._semantics.tile import zero_padding
+from jflash._semantics.tile import in_range, zero_padding
 
 _WIDEST = 64
 """Columns of the widest panel."""
@@ -174,14 +174,14 @@ def whole_tiles(
     return operand_pieces.split_array(spec, jnp.pad(array, room), chunks)
 
 
-def edges(operands: Operands, arrays: Mapping[str, Float[Array, "B L N H"]]) -> dict[str, Array]:
+def edges(spec: Spec, operands: Operands, arrays: Mapping[str, Float[Array, "B L N H"]]) -> dict[str, Array]:
     """For each array with lengths, the rows of the largest tile in which padding begins, with zeros for padding.
 
     `TmaInputs.copy_rows` copies them in the place of such a tile.
     """
     found: dict[str, Array] = {}
     for name, array in arrays.items():
-        lengths = getattr(operands, LENGTHS[name])
+        lengths = in_range(spec, LENGTHS[name], getattr(operands, LENGTHS[name]))
         if lengths is not None:
             first = edge_row(jnp.broadcast_to(lengths, array.shape[:1]))
             rows = first[:, None] + jnp.arange(LARGEST_TILE + 8)[None]

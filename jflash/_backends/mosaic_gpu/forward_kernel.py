@@ -18,7 +18,6 @@ Sources: FlashAttention-3, arXiv:2407.08608, sections 3.1 (warp specialisation) 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +43,7 @@ from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile, Walk
-from jflash._backends.nvidia.walk.work_items import ITEMS, Item
+from jflash._backends.nvidia.walk.work_items import ITEMS, Item, Shares, Split
 
 
 class ForwardCta(CopyingCta):
@@ -53,25 +52,23 @@ class ForwardCta(CopyingCta):
     def __init__(self, plan: ForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         heads_apart, *_ = plan.schedule.grid
         head = cta_index("head_group") * heads_apart + cta_index("head")
-        self.split = cta_index("split")
         self.form, self.shape = plan.form, (WARPGROUP_ROWS, plan.tile.keys)
         has_bias = not self.form.bias_by_mma
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         self.q, self.o = refs.smem.q_o
         self.cta_place = CtaPlace(head, cta_index("block"), cta_index("batch"))
-        self.work_item = None if plan.shares is None else Item.read(refs.arrays[ITEMS], self.cta_place.list)
+        division, list_number = plan.division, self.cta_place.list
+        is_dealt = isinstance(division, Shares)
+        self.work = Item.read(refs.arrays[ITEMS], list_number) if is_dealt else Split(cta_index("split"), division)
 
     def run(self) -> None:
-        if self.work_item is None:
-            super().run()
-        else:
-            pl.when(self.work_item.is_one)(super().run)
+        self.work.run(super().run)
 
     def item(self, index: Any) -> tuple[Place, Walk]:
         """Return a work item's place and tiles of keys. Blocks that see most keys begin first, so that none of them is
         left at the end alone."""
-        if self.work_item is not None:
-            place = Place(self.work_item.batch, self.cta_place.head, self.work_item.block)
+        if isinstance(self.work, Item):
+            place = Place(self.work.batch, self.cta_place.head, self.work.block)
         else:
             head, batch, turn = self.plan.schedule.item(self.cta_place, index)
             place = Place(batch, head, self.plan.schedule.blocks - 1 - turn)
@@ -81,7 +78,7 @@ class ForwardCta(CopyingCta):
         """The tiles of keys that a head's rows see for which one range or list says so, or this CTA's share of them."""
         plan, rows = self.plan, self.plan.rows_of_a_range
         every = tile_range.visited(self.inputs, place, rows, plan.tile.keys, plan.missing_rows)
-        return every.split(self.split, plan.splits) if self.work_item is None else self.work_item.of(every)
+        return self.work.of(every)
 
     def rows(self, block: Any) -> Any:
         """The rows of this warpgroup; past the end of all, where a block has fewer."""
@@ -100,7 +97,7 @@ class ForwardCta(CopyingCta):
             source = self._rows_together(query, head, block, pipeline.columns(q.shape[-1], query, head))
             pipeline.copy_in(source, q, self.smem.q_full.at[self.warpgroup])
             return
-        own, column = plan.rows_of(arrays["query"], arrays, (batch,), head), 0
+        own, column = plan.rows_of(arrays["query"], arrays, batch, head), 0
         first, limit = own.span(self.rows(block).start, plan.rows_of_block(block)[1])
         for chunk in pipeline.chunks_of_columns(q):
             width = chunk.shape[-1]
@@ -122,13 +119,13 @@ class ForwardCta(CopyingCta):
 
     def store_output(self, out: Array, batch: Any, head: Any, block: Any, column: int = 0) -> None:
         """Store this warpgroup's rows of a block, from registers: the output's columns from `column` on."""
-        plan, result, place = self.plan, self.refs.results["out"], (self.split, batch)
+        plan, result = self.plan, self.refs.results["out"]
         if plan.rows_lie_together:
-            rows = self._rows_together(result.at[place], head, block, pl.ds(column, out.shape[1]))
+            rows = self._rows_together(result.at[batch], head, block, pl.ds(column, out.shape[1]))
             rows[...] = out.astype(result.dtype)
             return
         columns, limit = ColumnChunk(column, round_up(result.shape[-1], out.shape[1])), plan.rows_of_block(block)[1]
-        own = plan.rows_of(result, self.refs.arrays, place, head)
+        own = plan.rows_of(result, self.refs.arrays, batch, head)
         self.ops.store_rows(out, own.ref, *own.span(self.rows(block).start, limit), columns)
 
     def load_bias(self, tile: Ref) -> dict[str, Array]:
@@ -140,7 +137,7 @@ class ForwardCta(CopyingCta):
 
     def sink(self, batch: Any, head: Any, block: Any) -> Array | None:
         """The sink of this warpgroup's rows, or of each of them, if the kernel counts it."""
-        return self.plan.sink(self.refs.arrays, self.ops, batch, head, self.rows(block).start, self.work_item)
+        return self.plan.sink(self.refs.arrays, self.ops, batch, head, self.rows(block).start, self.work)
 
     def compute(self) -> None:
         """Copy this warpgroup's queries, attend, and store its output."""
@@ -167,38 +164,48 @@ class ForwardCta(CopyingCta):
         state, acc_o = MainLoop(self, tiles, at, visited).run(copy_next if plan.queries_stay else lambda: None)
         sink, exponent = self.sink(*place), self.form.exponent(plan.spec)
         factor, lse = softmax.last_factor(plan.spec, exponent, state.m, softmax.whole(state.l), sink)
-        self._store(place, softmax.scaled_rows(acc_o, factor), lse)
+        self.store(place, softmax.scaled_rows(acc_o, factor), lse)
         if plan.schedule.items_per_cta > 1 and not plan.queries_stay:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             copy_next()
         return visited + tiles.count
 
-    def _store(self, place: Place, out: Array, lse: Array) -> None:
-        """Store output and log-sum-exp of this warpgroup's rows; those of a piece where they are merged from."""
-        if self.work_item is None:
-            self._store_whole(place, out, lse)
-            return
+    @property
+    def rows_of_tile(self) -> Any:
+        """This warpgroup's rows of a block, counted from the block's first."""
+        return self.warpgroup_rows
 
-        def store_piece(item: Item) -> None:
-            of_piece, lse_of_piece = (self.refs.results[name].at[item.index, place.group] for name in PIECES)
-            self.ops.store_rows(out, of_piece, self.warpgroup_rows.start, of_piece.shape[0])
-            lse_of_piece[self.warpgroup_rows] = lse
+    def store(self, place: Place, out: Array, lse: Array | None, column: int = 0) -> None:
+        """Store this warpgroup's rows of a block: the output's columns from `column` on, and the log-sum-exp, if it is
+        given. Those of a piece go where it is merged from."""
 
-        pl.when(self.work_item.is_piece)(functools.partial(store_piece, self.work_item))
-        pl.when(~self.work_item.is_piece)(functools.partial(self._store_whole, place, out, lse))
+        def store_piece() -> None:
+            number, own = self.work.piece(place.batch, place.block), self.rows_of_tile
+            of_piece, lse_of_piece = (self.refs.results[name].at[number, place.group] for name in PIECES)
+            columns = ColumnChunk(column, round_up(of_piece.shape[-1], out.shape[1]))
+            self.ops.store_rows(out, of_piece, own.start, of_piece.shape[0], columns)
+            if lse is not None:
+                lse_of_piece[own] = lse
 
-    def _store_whole(self, place: Place, out: Array, lse: Array) -> None:
+        def store_whole() -> None:
+            if lse is not None:
+                self.refs.results["lse"][place.batch, place.group, self.rows(place.block)] = lse
+            self.store_whole(place, out, column)
+
+        self.work.store(store_whole, store_piece)
+
+    def store_whole(self, place: Place, out: Array, column: int) -> None:
+        """Store this warpgroup's rows of a whole walk's output, from shared memory where they lie together."""
         plan, shared, o = self.plan, self.smem, self.o.at[self.warpgroup]
         batch, head, block = place
         if self.o is not self.q and not plan.queries_stay:
             # The output has another layout than the queries, which other warpgroups may still read.
             plgpu.barrier_arrive(shared.q_empty)
             plgpu.barrier_wait(shared.q_empty)
-        self.refs.results["lse"][self.split, batch, head, self.rows(block)] = lse
         if plan.stores_registers:
             self.store_output(out, *place)
             return
-        result, columns, width = self.refs.results["out"].at[self.split, batch], out.shape[1], o.shape[1]
+        result, columns, width = self.refs.results["out"].at[batch], out.shape[1], o.shape[1]
         for first in range(0, columns, width):
             if plan.output_stores > 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,4 +1,4 @@
-"""A call's forward before any array: packed heads, tiles, splits of the keys, schedule, shared memory and launch."""
+"""A call's forward before any array: packed heads, tiles, how walks are divided, schedule, shared memory, launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
-from jflash._backends.nvidia.walk.work_items import Shares
+from jflash._backends.nvidia.walk.work_items import Division, Shares, Splits
 from jflash._semantics.spec import Spec
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
@@ -46,7 +45,7 @@ _WIDEST_OF_FOUR = 192
 """The most columns for which a CTA of four warpgroups may have two that compute."""
 
 
-def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int = 0) -> Buffers:
+def shared_memory(spec: Spec, tile: RowTiles, output_stores: int = 0) -> Buffers:
     """The kernel's buffers, and barriers: `full` when a copy has arrived, `empty` when all readers are done."""
     from_registers = spec.partial or packs(spec)
     columns, value_columns = tile_dims(spec)
@@ -54,7 +53,7 @@ def shared_memory(spec: Spec, tile: RowTiles, out_dtype: Any, output_stores: int
     tiles, value_tiles = CallTiles(spec, forward_in_panels(spec)), CallTiles(spec, values_in_panels(spec))
     q = tiles.operand((tile.warpgroups, WARPGROUP_ROWS, columns))
     o_shape = tile.warpgroups, WARPGROUP_ROWS, value_columns // max(1, output_stores)
-    o = smem.tile(o_shape, out_dtype, in_panels=tiles.in_panels)
+    o = smem.tile(o_shape, spec.result_dtype, in_panels=tiles.in_panels)
     staged = converted_tile.buffers(spec, tile.keys)
     parts = cache_rows.parts(spec, tile.keys) if staged is None else 1
     read_by_all = dict(readers=tile.warpgroups, parts=parts)
@@ -82,12 +81,10 @@ class ForwardPlan(ForwardShape, KernelPlan):
     """A call's forward, known before any array."""
 
     tile: RowTiles
+    division: Division
     schedule: ForwardSchedule
     packed_heads: int = 1
     """Query heads that share keys and are interleaved in the rows of one tile."""
-    splits: int = 1
-    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
-    shares: Shares | None = None
     output_stores: int = 0
     """Stores in which the output leaves from a buffer of its own; 0: it takes the place of the queries."""
 
@@ -168,7 +165,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def stored(self) -> tuple[int, int]:
         """Rows and columns of a head's output in device memory."""
-        if self.row_by_row:
+        if self.row_by_row or self.division.pieces > 0:
             return self.out_rows[1], round_up(self.spec.value_dim, 8)
         if self.spec.partial:
             # Registers, from which a partial call's leaves, are stored whole.
@@ -180,7 +177,7 @@ class ForwardPlan(ForwardShape, KernelPlan):
     @property
     def smem(self) -> Buffers:
         """The kernel's shared memory."""
-        return shared_memory(self.spec, self.tile, self.out_dtype, self.output_stores)
+        return shared_memory(self.spec, self.tile, self.output_stores)
 
     @property
     def lists_run_together(self) -> bool:
@@ -206,10 +203,17 @@ class ForwardPlan(ForwardShape, KernelPlan):
     def arrays(self, call: HopperForward) -> dict[str, Array]:
         factors = call.factors(self.value_chunks, packed=self.row_by_row)
         mends = cache_rows.mends(self.spec)
-        edges = {} if mends else array_shapes.edges(call.operands, dict(value=factors["value"]))
+        edges = {} if mends else array_shapes.edges(self.spec, call.operands, dict(value=factors["value"]))
         shaping = call.shaping(self.tile.keys if self.form.bias_by_mma else None)
         arrays = factors | shaping | edges | self.sinks(call.operands)
         return arrays | call.visits(self.visits) | call.work(self.visits, self.shares)
+
+    @property
+    def results(self) -> dict[str, jax.ShapeDtypeStruct]:
+        (rows, columns), all_rows = self.stored, self.schedule.blocks * self.rows_of_a_range
+        out = (self.out_rows[0], rows, self.spec.heads, columns)
+        lse = jax.ShapeDtypeStruct((self.spec.batch, self.heads, all_rows), jnp.float32)
+        return dict(out=jax.ShapeDtypeStruct(out, self.spec.result_dtype), lse=lse)
 
     @property
     def launch(self) -> Launch:
@@ -217,23 +221,20 @@ class ForwardPlan(ForwardShape, KernelPlan):
 
         With items of work these are what "batch" counts, and all heads of one follow one another: longest walks first.
         """
-        spec, schedule, (head_dim, value_dim) = self.spec, self.schedule, block_dims(self.spec)
-        (rows, columns), all_rows = self.stored, schedule.blocks * self.rows_of_a_range
-        out = (self.splits, self.out_rows[0], rows, spec.heads, columns)
-        lse = (self.splits, spec.batch, self.heads, all_rows)
+        schedule, (head_dim, value_dim) = self.schedule, block_dims(self.spec)
         heads, ctas, lists = schedule.grid
         head, inner = dict(head=heads), dict(block=ctas, head_group=schedule.head_groups)
-        if self.shares is None:
-            grid = head | (dict(batch=lists) | inner if self.lists_run_together else inner | dict(batch=lists))
+        if isinstance(self.division, Shares):
+            grid = dict(batch=self.division.items, block=1, head_group=1) | head
         else:
-            grid = dict(batch=self.shares.items, block=1, head_group=1) | head
+            grid = head | (dict(batch=lists) | inner if self.lists_run_together else inner | dict(batch=lists))
+            grid |= dict(split=self.division.each)
         return Launch(
             name=f"jflash_forward_{head_dim}_{value_dim}",
-            grid=grid | dict(split=self.splits),
-            results=dict(out=jax.ShapeDtypeStruct(out, self.out_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32))
-            | merge.of_pieces(self),
+            grid=grid,
+            results=merge.results_of_forward(self),
             smem=self.smem,
-            warpgroups=self.tile.warpgroups + (2 if cache_rows.converts(spec) else 1),
+            warpgroups=self.tile.warpgroups + (2 if cache_rows.converts(self.spec) else 1),
         )
 
 
@@ -245,17 +246,17 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
 
     def plan_of(tile: RowTiles) -> ForwardPlan:
         schedule = ForwardSchedule(len(visits(tile.rows, tile.keys)), spec.batch, heads)
-        return ForwardPlan(spec, tile, schedule, packed_heads)
+        return ForwardPlan(spec, tile, Splits(spec.batch, schedule.blocks), schedule, packed_heads)
 
     choose = functools.cache(lambda tile: _choose_schedule(plan_of(tile), visits, processors))
     tile = _choose_tiles(spec, rows, visits, lambda tile: choose(tile).time)
     plan = plan_of(tile)
-    shares = Shares.of(spec, heads, plan.schedule.blocks, tile.keys, processors)
-    may_split = rows <= tile.rows and shares is None and spec.tokens is None
-    most_splits = min((processors or 0) // (spec.batch * heads), spec.key_length // (4 * tile.keys))
-    plan = dataclasses.replace(plan, splits=max(1, most_splits) if may_split else 1, shares=shares)
-    if plan.splits > 1 or shares is not None:
-        return plan
+    division: Division | None = Shares.of(spec, heads, plan.schedule.blocks, tile.keys, processors)
+    if division is None and rows <= tile.rows and spec.tokens is None:
+        most = min((processors or 0) // (spec.batch * heads), spec.key_length // (4 * tile.keys))
+        division = dataclasses.replace(plan.division, each=max(1, most))
+    if division is not None and division.pieces > 0:
+        return dataclasses.replace(plan, division=division)
     schedule = choose(tile).schedule
     stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not plan.stores_registers else 0
     return dataclasses.replace(plan, schedule=schedule, output_stores=stores)
@@ -290,11 +291,8 @@ def _choose_tiles(spec: Spec, rows: int, visits: Visits, time: Callable[[RowTile
         # Padding is cleared in blocks of 64 rows.
         suits = lambda keys: keys % WARPGROUP_ROWS == 0 and cache_rows.suits(spec, keys)
         candidates = [tile for tile in candidates if suits(tile.keys)]
-    # Splits of the keys store a float32 output.
-    dtype = lambda tile: jnp.dtype(jnp.float32) if rows <= tile.rows else spec.result_dtype
     facts = *dims, bias_bytes, "short" if few_rows else "long", *facts_of(spec).tuned_pieces
-    room = lambda tile: shared_memory(spec, tile, dtype(tile))
-    tile = smem.choose_tiles("forward", facts, candidates, room)
+    tile = smem.choose_tiles("forward", facts, candidates, functools.partial(shared_memory, spec))
     assert tile is not None, "the call is a wide one"
     return tile
 
@@ -324,7 +322,7 @@ def _tiles_of_more_warpgroups(spec: Spec, visits: Visits) -> list[RowTiles]:
 def output_stores(spec: Spec, tile: RowTiles) -> int:
     """In how few stores the output may leave from a buffer of its own; 0 if there is no room for one."""
     possible = (1, 2) if block_dims(spec)[1] % 128 == 0 else (1,)
-    fitting = (stores for stores in possible if smem.fits(shared_memory(spec, tile, spec.dtype, stores)))
+    fitting = (stores for stores in possible if smem.fits(shared_memory(spec, tile, stores)))
     return next(fitting, 0)
 
 
@@ -337,7 +335,7 @@ def _choose_schedule(plan: ForwardPlan, visits: Visits, processors: int | None) 
         # Growing blocks of several heads leave fewer multiprocessors waiting at the end; of few heads, those of all.
         are_few = tile.warpgroups > 3 and spec.batch * heads <= (processors or 0)
         groups = heads if are_few else heads // math.gcd(heads, 8)
-    staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.LIMITS)
+    staggered = facts_of(spec).has_lists or not spec.operands.isdisjoint(tile_range.HIDING)
     one = dataclasses.replace(plan.schedule, head_groups=groups, staggered=staggered)
     stores = 1 if plan.queries_stay else output_stores(spec, tile)
     pace = pace_of(spec, tile)

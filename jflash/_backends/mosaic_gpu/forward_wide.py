@@ -90,6 +90,13 @@ class WideForwardCta(ForwardCta):
     def rows(self, block: Any) -> Any:
         return pl.ds(self.block_start(block), WARPGROUP_ROWS)
 
+    @property
+    def rows_of_tile(self) -> Any:
+        return pl.ds(0, WARPGROUP_ROWS)
+
+    def store_whole(self, place: Place, out: Array, column: int) -> None:
+        self.store_output(out, *place, column)
+
     def run(self) -> None:
         halves = (functools.partial(self.weigh, half) for half in range(HALVES))
         for index, body in enumerate((self.make_weights, *halves, self.copy)):
@@ -199,9 +206,8 @@ class WideForwardCta(ForwardCta):
         sink, exponent = self.sink(batch, head, block), self.form.exponent(spec)
         for chunk, acc in zip(chunks, acc_o, strict=True):
             factor, lse = softmax.last_factor(spec, exponent, m, l, sink)
-            self.store_output(softmax.scaled_rows(acc, factor), batch, head, block, chunk * plan.columns)
-            if chunk == 0:
-                self.refs.results["lse"][self.split, batch, head, self.rows(block)] = lse
+            out, place = softmax.scaled_rows(acc, factor), Place(batch, head, block)
+            self.store(place, out, lse if chunk == 0 else None, chunk * plan.columns)
 
     def _add_tile(self, chunks: Sequence[int], item: _Item, index: Array, acc_o: Sums) -> Sums:
         """The sums of some chunks, with what a tile of keys adds to them."""

@@ -30,6 +30,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import logits
 from jflash._backends.nvidia.tile.logits import LogitsForm
 from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk.work_items import Splits
 from jflash._semantics.spec import Spec
 
 HALVES = 2
@@ -108,9 +109,10 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def stored(self) -> tuple[int, int]:
-        if self.packed_heads > 1:
-            return self.spec.query_length, self.value_chunks * self.columns
-        return self.schedule.blocks * self.rows_of_a_range, self.value_chunks * self.columns
+        if self.division.pieces > 0:
+            return super().stored
+        rows = self.spec.query_length if self.packed_heads > 1 else self.schedule.blocks * self.rows_of_a_range
+        return rows, self.value_chunks * self.columns
 
     @property
     def rows_of_a_range(self) -> int:
@@ -177,16 +179,16 @@ def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
         # As many heads as end where a block does.
         one_block = spec.query_length * spec.group <= WARPGROUP_ROWS
         packed_heads = spec.group if one_block else math.gcd(spec.group, WARPGROUP_ROWS)
-    blocks, splits = pl.cdiv(spec.query_length * packed_heads, WARPGROUP_ROWS), 1
+    blocks, each = pl.cdiv(spec.query_length * packed_heads, WARPGROUP_ROWS), 1
     if packed_heads > 1 or blocks == 1:
         share = (processors or 0) // (spec.batch * (spec.heads // packed_heads) * blocks)
-        splits = max(1, min(share, spec.key_length // _KEYS_OF_A_SPLIT))
+        each = max(1, min(share, spec.key_length // _KEYS_OF_A_SPLIT))
     # Where all see the same, CTAs read the same at the same time anyway, and the cache answers them together.
     # A page's part of a tile is not halved.
-    in_pairs = splits == packed_heads == 1 < blocks and tile_range.blocks_grow(spec) and spec.pages is None
+    in_pairs = each == packed_heads == 1 < blocks and tile_range.blocks_grow(spec) and spec.pages is None
     schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch, spec.heads // packed_heads)
     tile = _choose_tiles(spec, few_rows=blocks == 1)
-    plan = WideForwardPlan(spec, tile, schedule, packed_heads, splits, in_pairs=in_pairs)
+    plan = WideForwardPlan(spec, tile, Splits(spec.batch, blocks, each), schedule, packed_heads, in_pairs=in_pairs)
     return dataclasses.replace(plan, dealt=_deal(plan, processors))
 
 
@@ -213,7 +215,7 @@ def _deal(plan: WideForwardPlan, processors: int | None) -> Lists | None:
 
 def _limits_are_known(spec: Spec) -> bool:
     """Whether what is seen is known before the call, but for a mask of one axis."""
-    return not facts_of(spec).has_lists and spec.operands.isdisjoint({"query_offset", *tile_range.LIMITS})
+    return not facts_of(spec).has_lists and spec.operands.isdisjoint({"query_offset", *tile_range.HIDING})
 
 
 def fits(spec: Spec) -> bool:

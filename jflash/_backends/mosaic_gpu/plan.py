@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jflash._backends.mosaic_gpu import (
@@ -76,7 +75,7 @@ def is_wide(spec: Spec) -> bool:
 
 def _smallest(spec: Spec) -> Iterator[Buffers]:
     """What narrow heads' kernels declare with their smallest tiles."""
-    yield forward_plan.shared_memory(spec, forward_plan.SMALLEST_TILE, jnp.dtype(jnp.float32))
+    yield forward_plan.shared_memory(spec, forward_plan.SMALLEST_TILE)
     yield backward_dq.shared_memory(spec, DqTiles(1, 64, 1, 1))
     # A call whose sums go on afterwards is as wide as one whose sums do not.
     whole = dataclasses.replace(spec, partial=False)

@@ -68,7 +68,7 @@ class HopperBackward(PreparedBackward):
     @functools.cached_property
     def edges(self) -> dict[str, Array]:
         """The rows of each array with lengths in which padding begins, by name."""
-        return array_shapes.edges(self.operands, self.tiles)
+        return array_shapes.edges(self.spec, self.operands, self.tiles)
 
     def around(self, *, keys_first: bool = False) -> dict[str, Array]:
         """Return what kernels read besides tiles and row statistics, whose rows are queries or keys, by name."""

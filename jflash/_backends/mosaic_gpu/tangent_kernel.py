@@ -102,7 +102,9 @@ class TangentPlan(QueryRowsPlan):
     def arrays(self, call: HopperTangent) -> dict[str, Array]:
         names = [name for operand in ("query", "key", "value") for name in self.with_tangent(operand)]
         factors = call.factors(self.chunks, self.chunk, names)
-        shaping = call.others | call.moved_others | call.packed_mask() | array_shapes.edges(call.operands, factors)
+        shaping = (
+            call.others | call.moved_others | call.packed_mask() | array_shapes.edges(self.spec, call.operands, factors)
+        )
         return factors | shaping | call.visits(self.visits) | dict(lse=call.lse)
 
     def finish(self, made: dict[str, Array], changed: Mapping[str, Array]) -> dict[str, Array]:

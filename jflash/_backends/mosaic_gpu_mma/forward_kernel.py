@@ -29,7 +29,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.cta import QueriesCta, TiledPlan, bias_buffer, buffer, buffers, by_piece
@@ -48,7 +47,7 @@ from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext
-from jflash._backends.nvidia.walk.work_items import ITEMS, Item, Shares
+from jflash._backends.nvidia.walk.work_items import ITEMS, Division, Item, Shares, Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +55,9 @@ class ForwardPlan(ForwardShape, TiledPlan):
     """A call's forward, known before any array."""
 
     tile: ForwardTile
+    division: Division
     packed_heads: int = 1
     """Query heads that share keys and are interleaved in the rows of one tile."""
-    splits: int = 1
-    """CTAs that share the keys of a tile of queries; their float32 outputs are merged afterwards."""
-    shares: Shares | None = None
 
     @property
     def visits(self) -> Blocks:
@@ -81,22 +78,28 @@ class ForwardPlan(ForwardShape, TiledPlan):
         )
 
     @property
+    def results(self) -> dict[str, jax.ShapeDtypeStruct]:
+        out = (*self.out_rows, self.spec.heads, round_up(self.spec.value_dim, 8))
+        lse = (self.spec.batch, self.heads, round_up(self.rows, self.tile.rows))
+        return dict(out=jax.ShapeDtypeStruct(out, self.spec.result_dtype), lse=jax.ShapeDtypeStruct(lse, jnp.float32))
+
+    @property
     def launch(self) -> Launch:
         """The kernel's grid, results and shared memory.
 
-        Queries and output are `[B, T, N, D]`, with D rounded up to 8; lse is `[splits, B, N, L]`, L of whole blocks.
-        Blocks of one head follow one another, so that what runs at the same time shares keys. Along all but the
-        fastest axis CUDA counts no further than 65,535. With items of work these are what "batch" counts.
+        Queries and output are `[B, T, N, D]`, with D rounded up to 8; lse is `[B, N, L]`, L of whole blocks. Blocks of
+        one head follow one another, so that what runs at the same time shares keys. Along all but the fastest axis CUDA
+        counts no further than 65,535. With items of work these are what "batch" counts.
         """
-        spec, tile, blocks = self.spec, self.tile, pl.cdiv(self.rows, self.tile.rows)
-        shape = self.splits, *self.out_rows, spec.heads, round_up(spec.value_dim, 8)
-        out = jax.ShapeDtypeStruct(shape, self.out_dtype)
-        lse = jax.ShapeDtypeStruct((self.splits, spec.batch, self.heads, blocks * tile.rows), jnp.float32)
-        batch, blocks = (spec.batch, blocks) if self.shares is None else (self.shares.items, 1)
+        spec, division = self.spec, self.division
+        if isinstance(division, Shares):
+            grid = dict(batch=division.items, head=self.heads, block=1)
+        else:
+            grid = dict(split=division.each, batch=spec.batch, head=self.heads, block=division.blocks)
         return Launch(
             name=f"jflash_mma_forward_{spec.head_dim}_{spec.value_dim}",
-            grid=dict(split=self.splits, batch=batch, head=self.heads, block=blocks),
-            results=dict(out=out, lse=lse) | merge.of_pieces(self),
+            grid=grid,
+            results=merge.results_of_forward(self),
             smem=self.smem,
         )
 
@@ -127,23 +130,19 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         self.keys, self.chosen = plan.tile.size, dict[str, Any]()
         """The columns of a tile of logits; and what products take of a tile of keys or values, as for `add_product`."""
         self.form = logits.form(plan.spec, sums_in_parts=plan.tile.sums_in_parts)
-        self.split = cta_index("split")
-        self.item = None
-        if plan.shares is not None:
-            self.item = Item.read(refs.arrays[ITEMS], self.batch)
-            self.batch, self.block = self.item.batch, self.item.block
+        if isinstance(plan.division, Shares):
+            self.work = Item.read(refs.arrays[ITEMS], self.batch)
+            self.batch, self.block = self.work.batch, self.work.block
             self.first_row = self.block * plan.tile.rows
+        else:
+            self.work = Split(cta_index("split"), plan.division)
         if plan.spec.pages is not None:
             length: Any = self.inputs.value("key_lengths", self.batch)
             self.key_limit = jnp.minimum(length, plan.spec.key_length)
-        walk = self.visited(Place(self.batch, self.head, self.block))
-        self.tiles = walk.split(self.split, plan.splits) if self.item is None else self.item.of(walk)
+        self.tiles = self.work.of(self.visited(Place(self.batch, self.head, self.block)))
 
     def run(self) -> None:
-        if self.item is None:
-            self.attend()
-        else:
-            pl.when(self.item.is_one)(self.attend)
+        self.work.run(self.attend)
 
     def attend(self) -> None:
         """Attend, and store the output."""
@@ -168,30 +167,24 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         """Store what a walk, or a piece of one, comes to."""
         plan, results = self.plan, self.refs.results
 
-        def store(own: EntryRows, lse: Ref, place: tuple[Any, ...], first: Any, limit: Any) -> None:
+        def store(own: EntryRows, lse: Ref, first: Any, limit: Any) -> None:
             factors: list[Array] = []
             for rows, (m, l) in zip(self.blocks_from(first), statistics, strict=True):
-                sink = plan.sink(self.refs.arrays, self.ops, self.batch, self.head, rows.start, self.item)
+                sink = plan.sink(self.refs.arrays, self.ops, self.batch, self.head, rows.start, self.work)
                 exponent = self.form.exponent(plan.spec)
-                factor, lse[(*place, rows)] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
+                factor, lse[rows] = softmax.last_factor(plan.spec, exponent, m, softmax.whole(l), sink)
                 factors.append(factor)
             self.store(acc_o, factors, own.ref, *own.span(first, limit))
 
         def store_whole() -> None:
-            place = self.split, self.batch, self.head
-            own = plan.rows_of(results["out"], self.refs.arrays, (self.split, self.batch), self.head)
-            store(own, results["lse"], place, self.first_row, plan.rows)
+            own = plan.rows_of(results["out"], self.refs.arrays, self.batch, self.head)
+            store(own, results["lse"].at[self.batch, self.head], self.first_row, plan.rows)
 
-        def store_piece(item: Item) -> None:
-            (out, lse), place = (results[name] for name in PIECES), (item.index, self.head)
-            own = EntryRows(out.at[place])
-            store(own, lse, place, jnp.int32(0), own.ref.shape[0])
+        def store_piece() -> None:
+            out, lse = (results[name].at[self.work.piece(self.batch, self.block), self.head] for name in PIECES)
+            store(EntryRows(out), lse, jnp.int32(0), out.shape[0])
 
-        if self.item is None:
-            store_whole()
-        else:
-            pl.when(~self.item.is_piece)(store_whole)
-            pl.when(self.item.is_piece)(functools.partial(store_piece, self.item))
+        self.work.store(store_whole, store_piece)
 
     def no_output(self) -> Tiles:
         """Return O before the first tile."""
@@ -218,7 +211,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         if name != "query" or self.plan.spec.tokens is None:
             super().copy(name, batch, head, first, target, chunk)
             return
-        own = self.plan.rows_of(self.refs.arrays[name], self.refs.arrays, (batch,), head)
+        own = self.plan.rows_of(self.refs.arrays[name], self.refs.arrays, batch, head)
         self.ops.copy_rows(own.ref, target, *own.span(first, self.plan.rows), chunk)
 
     def copy_keys(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:

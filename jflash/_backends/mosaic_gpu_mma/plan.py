@@ -27,7 +27,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
-from jflash._backends.nvidia.walk.work_items import Shares
+from jflash._backends.nvidia.walk.work_items import Division, Shares, Splits
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -46,13 +46,16 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
         kernel, kind, cta = f"forward, few rows{of_bytes}", FewRowsPlan, FewRowsCta
     elif rows <= WARPGROUP_ROWS:
         kernel = "forward, short"
-    plan = _choose(spec, platform, kernel, lambda tile: kind(spec, tile, packed_heads))
-    shares = Shares.of(spec, heads, pl.cdiv(rows, plan.tile.rows), plan.tile.size, _ctas(platform, 1))
-    share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
-    may_split = rows <= plan.tile.rows and shares is None and spec.tokens is None
-    splits = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if may_split else 1
+    whole = lambda tile: Splits(spec.batch, pl.cdiv(rows, tile.rows))
+    plan = _choose(spec, platform, kernel, lambda tile: kind(spec, tile, whole(tile), packed_heads))
+    division: Division | None = Shares.of(spec, heads, whole(plan.tile).blocks, plan.tile.size, _ctas(platform, 1))
+    if division is None:
+        share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
+        may_split = rows <= plan.tile.rows and spec.tokens is None
+        each = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if may_split else 1
+        division = dataclasses.replace(whole(plan.tile), each=each)
     cta = PairedForwardCta if plan.tile.paired else cta
-    return Kernel(dataclasses.replace(plan, splits=splits, shares=shares), cta)
+    return Kernel(dataclasses.replace(plan, division=division), cta)
 
 
 def _form_of_forward(spec: Spec) -> str:

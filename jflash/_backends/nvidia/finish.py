@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.facts import facts_of
@@ -16,12 +14,9 @@ from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.prepared import Prepared, PreparedBackward, in_32_bits
 from jflash._backends.nvidia.tile import score_mod_reads
-from jflash._semantics.online_softmax import finite_or_zero, sinks_gradient, with_sinks
+from jflash._semantics.online_softmax import sinks_gradient
 from jflash._semantics.spec import Operands, Residuals, Spec
 from jflash._semantics.tile import PARAMETERS
-
-_FEW_SPLITS = 32
-"""As many splits as are merged without a reduction of an axis."""
 
 
 @in_32_bits
@@ -31,7 +26,7 @@ def forward(
     """Return output in the results' dtype and log-sum-exp in float32, by a kernel that reads a call of this kind."""
     plan = kernel.plan
     call = kind(plan.spec, operands, ops)
-    return finish_forward(plan, operands, merged(plan, call, kernel.run(call)))
+    return finish_forward(plan, merged(plan, call, kernel.run(call)))
 
 
 @in_32_bits
@@ -44,34 +39,14 @@ def backward(
     return finish_backward(call.spec, operands, made, sinks_gradient(operands.sinks, call.lse, call.delta))
 
 
-def finish_forward(shape: ForwardShape, operands: Operands, made: dict[str, Array]) -> tuple[Array, Array]:
-    """Return output and log-sum-exp in the call's shapes, from those of packed heads and splits of the keys."""
-    out = made["out"][:, :, : shape.out_rows[1], :, : shape.spec.value_dim]
+def finish_forward(shape: ForwardShape, made: dict[str, Array]) -> tuple[Array, Array]:
+    """Return output and log-sum-exp in the call's shapes, from those of packed heads."""
+    out = made["out"][:, : shape.out_rows[1], :, : shape.spec.value_dim]
     lse = made["lse"][..., : shape.rows]
     if shape.packed_heads > 1:
-        by_head = lse.reshape(*lse.shape[:3], -1, shape.packed_heads).swapaxes(3, 4)
-        lse = by_head.reshape(*lse.shape[:2], shape.spec.heads, -1)
-    out, lse = (out[0], lse[0]) if shape.splits == 1 else _merge(out, lse)
-    if operands.sinks is not None and not shape.has_sinks:
-        out, lse = with_sinks(operands.sinks, out, lse)
+        by_head = lse.reshape(*lse.shape[:2], -1, shape.packed_heads).swapaxes(2, 3)
+        lse = by_head.reshape(lse.shape[0], shape.spec.heads, -1)
     return out.astype(shape.spec.result_dtype), lse
-
-
-def _merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Return one output and log-sum-exp from those of all splits, `[splits, B, T, N, D]` and `[splits, B, N, T]`.
-
-    XLA makes a reduction of an axis a kernel. So few splits are added one by one; many would be slow to compile.
-    """
-    size = 1 if len(lse) <= _FEW_SPLITS else len(lse)
-    parts = [slice(first, first + size) for first in range(0, len(lse), size)]
-    largest = finite_or_zero(functools.reduce(jnp.maximum, (lse[part].max(axis=0, keepdims=True) for part in parts)))
-    weights = [jnp.exp(lse[part] - largest) for part in parts]
-    total = functools.reduce(jnp.add, (weight.sum(axis=0, keepdims=True) for weight in weights))
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    factors = (jnp.moveaxis(weight / total, 3, 2)[..., None] for weight in weights)
-    weighed = ((out[part] * factor).sum(axis=0) for part, factor in zip(parts, factors, strict=True))
-    return functools.reduce(jnp.add, weighed), jnp.where(empty, -jnp.inf, largest + jnp.log(total))[0]
 
 
 def finish_backward(spec: Spec, operands: Operands, gradients: dict[str, Array], d_sinks: Array | None) -> Operands:

@@ -1,8 +1,8 @@
-"""After a forward whose long walks were cut: the output of each cut walk's rows, from those of its pieces.
+"""After a forward whose walks were cut: the output of each cut walk's rows, from those of its pieces.
 
-    for each cut walk, 64 of its rows and 64 columns, a CTA each:
+    for each cut walk, 64 of its rows and some columns, a CTA each:
       m, l, acc = -inf, 0, 0
-      for each piece, with output o and log-sum-exp lse:
+      for some pieces at a time, with output o and log-sum-exp lse each:
         add exp(lse) to l and exp(lse) o to acc, both relative to m, the largest lse so far
       if there are sinks, add exp(sink) to l
       out = acc / l;  lse = m + log l
@@ -12,6 +12,7 @@ CTAs without a cut walk end at once, so only what was cut is read. The others' r
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -27,70 +28,85 @@ from jflash._backends.nvidia.prepared import Prepared
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile.softmax import normalizer, scaled_rows
-from jflash._backends.nvidia.walk.work_items import ITEMS, Cut, Shares
 from jflash._semantics.online_softmax import finite_or_zero
 
-_COLUMNS = 64
-"""Columns of a CTA: of more, sums and what is added to them would fill a thread's registers."""
+_COLUMNS = 32
+"""Columns of a CTA."""
+
+_TOGETHER = 8
+"""Pieces that are loaded together: a thread's registers hold as many tiles of a CTA's columns beside their sum."""
 
 PIECES = "out_of_pieces", "lse_of_pieces"
 """What a forward leaves of pieces, besides its results."""
 
 
-def of_pieces(shape: ForwardShape) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the results of pieces that a forward stores, by name; nothing if no walk is cut.
+def results_of_forward(shape: ForwardShape) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return what a forward's kernel stores, by name: its results, unless all walks are cut, and those of pieces.
 
-    They are a float32 output `[pieces, N, rows, D]`, with as many rows as a tile has that are queries, and the
-    log-sum-exp `[pieces, N, L]`, L of whole tiles.
+    Of pieces they are a float32 output `[pieces, N, rows, D]`, with as many rows as a tile has that are queries, and
+    the log-sum-exp `[pieces, N, L]`, L of whole tiles.
     """
-    if shape.shares is None:
-        return {}
-    of_heads, columns = (shape.shares.pieces, shape.heads), round_up(shape.spec.value_dim, 16)
+    if shape.division.pieces == 0:
+        return shape.results
+    of_heads, columns = (shape.division.pieces, shape.heads), round_up(shape.spec.value_dim, 16)
     shapes = (*of_heads, min(shape.rows, shape.tile.rows), columns), (*of_heads, shape.tile.rows)
-    return {name: jax.ShapeDtypeStruct(each, jnp.float32) for name, each in zip(PIECES, shapes, strict=True)}
+    pieces = {name: jax.ShapeDtypeStruct(each, jnp.float32) for name, each in zip(PIECES, shapes, strict=True)}
+    return pieces if shape.shares is None else shape.results | pieces
 
 
 def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[str, Array]:
     """Return a forward's results with those of the walks that were cut, by name."""
-    if (shares := shape.shares) is None:
+    if shape.division.pieces == 0:
         return made
-    blocks, columns = shape.tile.rows // WARPGROUP_ROWS, made["out"].shape[-1]
-    ctas = dict(cut=shares.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
-    launch = Launch(f"jflash_merge_{shape.spec.value_dim}", ctas, results={})
+    blocks, columns = shape.tile.rows // WARPGROUP_ROWS, shape.results["out"].shape[-1]
+    grid = dict(cut=shape.division.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
+    # The forward has stored what was not cut.
+    stored = {name: made[name] for name in shape.results if name in made}
+    launch = Launch(f"jflash_merge_{shape.spec.value_dim}", grid, results={} if stored else shape.results)
     sinks = {} if call.operands.sinks is None else dict(sinks=call.operands.sinks) | shape.sinks(call.operands)
-    arrays = call.work(shape.visits, shares) | shape.of_tokens(call.operands) | sinks
+    arrays = call.work(shape.visits, shape.shares) | shape.of_tokens(call.operands) | sinks
     arrays |= {name: made[name] for name in PIECES}
-    results = dict(out=made["out"], lse=made["lse"])
-    return launch.update(lambda refs: _merge(shape, shares, refs, call.ops), arrays, results, call.ops)[1]
+    results, changed = launch.update(lambda refs: _merge(shape, refs, call.ops), arrays, stored, call.ops)
+    return results | changed
 
 
-def _merge(shape: ForwardShape, shares: Shares, refs: Refs, ops: Ops) -> None:
+def _merge(shape: ForwardShape, refs: Refs, ops: Ops) -> None:
     cut, head, row, column = map(cta_index, ("cut", "head", "row", "column"))
-    batch, block, first_piece, pieces = Cut.read(refs.arrays[ITEMS], shares, cut)
-    out, lse = (refs.arrays[name] for name in PIECES)
+    batch, block, first_piece, pieces = shape.division.cut(refs.arrays, cut)
     (first, stop), own = shape.rows_of_block(block), row * WARPGROUP_ROWS
     vector, tile = (WARPGROUP_ROWS,), (WARPGROUP_ROWS, _COLUMNS)
+    out, lse = ({**refs.arrays, **refs.results}[name] for name in ("out", "lse"))
+    out_of_pieces, lse_of_pieces = (refs.arrays[name] for name in PIECES)
 
-    def add(index: Any, before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        (m, l, acc), piece = before, first_piece + index
-        lse_of_piece = ops.load(lse.at[piece, head, pl.ds(own, WARPGROUP_ROWS)], 0)
-        o = ops.load_tile(out.at[piece, head], own, column * _COLUMNS, tile, transposed=False)
-        largest = jnp.maximum(m, lse_of_piece)
+    def load(index: Any) -> tuple[Array, Array]:
+        piece, rows = first_piece + jnp.minimum(index, pieces - 1), pl.ds(own, WARPGROUP_ROWS)
+        lse = ops.load(lse_of_pieces.at[piece, head, rows], 0)
+        o = ops.load_tile(out_of_pieces.at[piece, head], own, column * _COLUMNS, tile, transposed=False)
+        # The last piece comes again where there are none left.
+        return lse + jnp.where(index < pieces, 0.0, -jnp.inf), o
+
+    def add(number: Any, before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        m, l, acc = before
+        loaded = [load(number * _TOGETHER + index) for index in range(_TOGETHER)]
+        largest = functools.reduce(jnp.maximum, (lse for lse, _ in loaded), m)
         reference = finite_or_zero(largest)
-        shrink, weight = jnp.exp(m - reference), jnp.exp(lse_of_piece - reference)
-        return largest, l * shrink + weight, scaled_rows(acc, shrink) + scaled_rows(o, weight)
+        shrink = jnp.exp(m - reference)
+        l, acc = l * shrink, scaled_rows(acc, shrink)
+        for lse, o in loaded:
+            weight = jnp.exp(lse - reference)
+            l, acc = l + weight, acc + scaled_rows(o, weight)
+        return largest, l, acc
 
     def merge() -> None:
         nothing = ops.full(vector, -jnp.inf), ops.full(vector, 0), ops.full(tile, 0)
-        m, l, acc = lax.fori_loop(0, pieces, add, nothing)
+        m, l, acc = lax.fori_loop(0, lax.div(pieces + (_TOGETHER - 1), _TOGETHER), add, nothing)
         factor, lse_of_all = normalizer(finite_or_zero(m), l, shape.sink(refs.arrays, ops, batch, head, first + own))
-        target = shape.rows_of(refs.arrays["out"], refs.arrays, (0, batch), head)
+        target = shape.rows_of(out, refs.arrays, batch, head)
         chunk = ColumnChunk(column * _COLUMNS, round_up(target.ref.shape[-1], _COLUMNS))
         ops.store_rows(scaled_rows(acc, factor), target.ref, *target.span(first + own, stop), chunk)
 
         def store_lse() -> None:
-            rows = pl.ds(first + own, WARPGROUP_ROWS)
-            refs.arrays["lse"][0, batch, head, rows] = lse_of_all
+            lse[batch, head, pl.ds(first + own, WARPGROUP_ROWS)] = lse_of_all
 
         pl.when(column == 0)(store_lse)
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,7 +17,7 @@ from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.inputs import shared_index
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_list import Blocks
-from jflash._backends.nvidia.walk.work_items import Item, Shares
+from jflash._backends.nvidia.walk.work_items import Division, Shares, Work
 from jflash._semantics.spec import Operands, Spec
 
 _MOST_QUERIES = 16
@@ -76,9 +77,7 @@ class ForwardShape:
     spec: Spec
     tile: Any
     packed_heads: int
-    splits: int
-    shares: Shares | None = None
-    """How items of work are dealt out; `None` where the grid counts batch entries and blocks."""
+    division: Division
 
     @property
     def missing_rows(self) -> int:
@@ -88,6 +87,11 @@ class ForwardShape:
     @property
     def visits(self) -> Blocks:
         """What each block of queries visits."""
+        raise NotImplementedError
+
+    @property
+    def results(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Output and log-sum-exp in device memory, by name, with room for whole blocks of rows."""
         raise NotImplementedError
 
     @property
@@ -101,45 +105,35 @@ class ForwardShape:
         return self.spec.heads // self.packed_heads
 
     @property
-    def has_sinks(self) -> bool:
-        """Whether the kernel counts sinks, and what merges pieces of walks. Those of split keys are counted later."""
-        return self.splits == 1
+    def shares(self) -> Shares | None:
+        """How items of work are dealt out; `None` where the grid counts batch entries and blocks."""
+        return self.division if isinstance(self.division, Shares) else None
 
     def sinks(self, operands: Operands) -> dict[str, Float[Array, "#B heads rows"]]:
         """Return the sinks of packed heads, by name."""
-        if operands.sinks is None or self.packed_heads == 1 or not self.has_sinks:
+        if operands.sinks is None or self.packed_heads == 1:
             return {}
         each = operands.sinks.reshape(-1, self.heads, self.packed_heads)
         return {SINKS_OF_ROWS: jnp.tile(each, (1, 1, 1 + pl.cdiv(WARPGROUP_ROWS, self.packed_heads)))}
 
     def sink(
-        self, arrays: Mapping[str, Ref], ops: Ops, batch: Any, head: Any, first: Any, item: Item | None = None
+        self, arrays: Mapping[str, Ref], ops: Ops, batch: Any, head: Any, first: Any, work: Work | None = None
     ) -> Array | None:
-        """Return a head's sink, or of packed heads that of each row from `first` on, if the kernel counts them.
-
-        Those of a piece of a walk are -inf: they are counted where pieces are merged.
-        """
-        if "sinks" not in arrays or not self.has_sinks:
+        """Return a head's sink, or of packed heads that of each row from `first` on; `None` if none counts in what is
+        done of a walk."""
+        if "sinks" not in arrays:
             return None
         if self.packed_heads == 1:
             sink = arrays["sinks"][shared_index(arrays["sinks"], batch, head)]
         else:
             of_head = arrays[SINKS_OF_ROWS].at[shared_index(arrays[SINKS_OF_ROWS], batch, head)]
             sink = ops.load(of_head.at[pl.ds(lax.rem(first, self.packed_heads), WARPGROUP_ROWS)], 0)
-        return sink if item is None else sink + jnp.where(item.is_piece, -jnp.inf, 0.0)
+        return sink if work is None else work.sink(sink)
 
     @property
     def parts(self) -> str:
         """How rows and keys are divided, in words for `explain`."""
-        cut = f"keys in {self.splits} splits"
-        if self.shares is not None:
-            cut = f"up to {self.shares.items} items of work, long walks cut into {self.shares.shares}ths of all tiles"
-        return f"{self.packed_heads} heads packed, {cut}"
-
-    @property
-    def out_dtype(self) -> Any:
-        """The dtype in which the kernel stores the output."""
-        return self.spec.result_dtype if self.splits == 1 else jnp.dtype(jnp.float32)
+        return f"{self.packed_heads} heads packed, {self.division}"
 
     @property
     def out_rows(self) -> tuple[int, int]:
@@ -147,16 +141,14 @@ class ForwardShape:
         spec = self.spec
         return (spec.batch, spec.query_length) if spec.tokens is None else (1, spec.tokens)
 
-    def rows_of(self, array: Ref, arrays: Mapping[str, Ref], place: tuple[Any, ...], head: Any) -> EntryRows:
-        """Return the rows of a head of a batch entry's queries or output, as `rows_of_head` does.
+    def rows_of(self, array: Ref, arrays: Mapping[str, Ref], batch: Any, head: Any) -> EntryRows:
+        """Return the rows of a head of a batch entry's queries or output, `[B, L, N, D]`, as `rows_of_head` does.
 
-        `place` is the entry's in `array`, `[B, L, N, D]` or `[splits, B, L, N, D]`. `arrays` are the kernel's, by name;
-        `of_tokens` are among them.
+        `arrays` are the kernel's, by name; `of_tokens` are among them.
         """
         if self.spec.tokens is None:
-            return EntryRows(rows_of_head(array.at[place], head, self.packed_heads))
-        *split, batch = place
-        heads = array.at[(*split, 0, slice(None), pl.ds(head * self.packed_heads, self.packed_heads))]
+            return EntryRows(rows_of_head(array.at[batch], head, self.packed_heads))
+        heads = array.at[0, :, pl.ds(head * self.packed_heads, self.packed_heads)]
         start, count = (arrays[name][batch] * self.packed_heads for name in _OF_TOKENS)
         return EntryRows(heads, start, start + count)
 

@@ -229,7 +229,7 @@ def test_output_leaves_in_as_few_stores_as_there_is_room_for(dims: tuple[int, in
     call = spec(*dims, bias)
     tile = plan_forward(call, 132).plan.tile
     assert output_stores(call, tile) == stores
-    left = smem.CAPACITY - smem.size(shared_memory(call, tile, call.dtype))
+    left = smem.CAPACITY - smem.size(shared_memory(call, tile))
     whole = tile.rows * dims[1] * 2
     assert {0: whole > 2 * left or dims[1] % 128 > 0, 1: whole <= left, 2: left < whole <= 2 * left}[stores]
 

@@ -1,19 +1,15 @@
-"""Sinks of packed heads, which kernels count row by row, and of split keys, which are applied to what a kernel made."""
+"""Sinks of packed heads, which kernels count row by row; those of split keys when their pieces are merged."""
 
 import dataclasses
 
 import cases
 import hopper_kernels
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from cases import Case
 from kernel_families import HOPPER, Family, mma
 from short_run import cover
-
-from jflash._backends.nvidia.finish import finish_forward
-from jflash._backends.nvidia.packing import ForwardShape
 
 
 @pytest.mark.parametrize("family", [HOPPER, pytest.param(mma("8.0"), marks=cover(0))], ids=["hopper", "mma"])
@@ -25,31 +21,7 @@ def test_decoding(family: Family, processors: int, key_length: int):
     # Far below all logits, and far above.
     call = dataclasses.replace(call, sinks=np.array([-300, 0, 2, 300], np.float32))
     spec, _ = hopper_kernels.canonical(call)
-    assert family.plans(spec, processors)[0].plan.packed_heads == 2
+    plan = family.plans(spec, processors)[0].plan
+    assert plan.packed_heads == 2
+    assert (plan.division.pieces > 0) == (processors > 1)
     oracle.assert_right(hopper_kernels.run(call, processors, family=family), call)
-
-
-@pytest.mark.parametrize("sink", [-300.0, 0.0, 300.0])
-def test_any_sink_of_split_keys(sink: float):
-    """A sink may be far above or below all logits, and a row may see no key."""
-    splits = 3
-    numbers = np.random.default_rng(0)
-    spec, operands = hopper_kernels.canonical(
-        cases.build(Case("float32", 2, 24, heads=(4, 2), dims=(16, 16), batch=(1,), sinks=True))
-    )
-    shape = ForwardShape()
-    shape.spec, shape.packed_heads, shape.splits = spec, 2, splits
-    out = numbers.standard_normal((splits, 1, 2, 4, 16)).astype(np.float32)
-    lse = numbers.standard_normal((splits, 1, 2, 4)).astype(np.float32)
-    lse[..., 0], out[:, :, :, 0] = -np.inf, 0
-    operands = operands._replace(sinks=jnp.full((1, 4), sink))
-    in_place = out.reshape(splits, 1, 2, 2, 2, 16).transpose(0, 1, 3, 2, 4, 5).reshape(splits, 1, 2, 4, 16)
-    got, got_lse = finish_forward(shape, operands, dict(out=jnp.array(in_place), lse=jnp.array(lse)))
-    weights = np.exp(lse.astype(np.float64))
-    total = weights.sum(0) + np.exp(sink)
-    want = (weights[..., None] * out).sum(0) / total[..., None]
-    want_lse = np.where(weights.sum(0) == 0, -np.inf, np.log(total))
-    # Rows are queries of two heads in turn.
-    unpacked = lambda rows: rows.reshape(1, 2, 2, 2, *rows.shape[3:]).swapaxes(2, 3).reshape(1, 4, 2, *rows.shape[3:])
-    np.testing.assert_allclose(got.swapaxes(1, 2), unpacked(want), rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(got_lse, unpacked(want_lse), rtol=1e-5)

@@ -15,7 +15,7 @@ from jflash._backends.nvidia.facts import Kind, facts_of
 from jflash._backends.nvidia.ops import Ops, Ref, along_columns, along_rows
 from jflash._backends.nvidia.smem import WARP_ROWS
 from jflash._semantics.spec import Spec
-from jflash._semantics.tile import PARAMETERS, Parameters, Tile
+from jflash._semantics.tile import LIMITS, PARAMETERS, Parameters, Tile, in_range
 
 _SEGMENTS: dict[str, Kind] = {"query_segments": "row", "key_segments": "column"}
 
@@ -52,7 +52,8 @@ class KernelInputs:
     def value(self, name: str, batch: Int[Array, ""], head: Int[Array, ""] | None = None) -> Array | None:
         """Return a scalar of an operand `[#B]` or `[#B, #N]`; `None` if the call does not have it."""
         ref = self.refs.get(name)
-        return None if ref is None else ref[shared_index(ref, batch, head)]
+        value = None if ref is None else ref[shared_index(ref, batch, head)]
+        return in_range(self.spec, name, value) if name in LIMITS else value
 
     def part(self, name: str, batch: Int[Array, ""], head: Int[Array, ""]) -> Ref:
         """Return what one batch entry and head have of an operand `[#B, #N, ...]`."""

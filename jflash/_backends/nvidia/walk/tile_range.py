@@ -26,6 +26,7 @@ from jflash._backends.nvidia.walk import tile_list
 from jflash._backends.nvidia.walk.tile_list import Blocks, ListedTile, TileList
 from jflash._semantics import visibility
 from jflash._semantics.spec import Operands, Spec
+from jflash._semantics.tile import LIMITS
 from jflash._semantics.visibility import Spans
 
 
@@ -38,10 +39,8 @@ class Place(NamedTuple):
     block: Any
 
 
-LIMITS = frozenset({"query_lengths", "key_lengths", "query_segments"})
+HIDING = frozenset({"query_lengths", "key_lengths", "query_segments"})
 """Operands whose values, unknown before the call, limit what is seen."""
-
-_OF_AN_ENTRY = "query_offset", "query_lengths", "key_lengths"
 
 TABLE = "tile_ranges"
 """The table's name among a kernel's arrays."""
@@ -193,7 +192,7 @@ def of_spans(spec: Spec, spans: Spans, size: int, *, alignment: int = 8) -> tupl
 
 def is_limited(spec: Spec) -> bool:
     """Return whether more than a mask of one axis, and where the keys end, says what is seen."""
-    return spec.bounds != (None, None) or facts_of(spec).has_lists or not LIMITS.isdisjoint(spec.operands)
+    return spec.bounds != (None, None) or facts_of(spec).has_lists or not HIDING.isdisjoint(spec.operands)
 
 
 def blocks_grow(spec: Spec) -> bool:
@@ -204,14 +203,14 @@ def blocks_grow(spec: Spec) -> bool:
 
 def _spans(inputs: KernelInputs, batch: Any, first: Any, rows: int) -> Spans:
     """Return the spans of some rows in a call without segments."""
-    limits: Any = {name: inputs.value(name, batch) for name in _OF_AN_ENTRY}
+    limits: Any = {name: inputs.value(name, batch) for name in LIMITS}
     find = visibility.query_spans if inputs.keys_first else visibility.key_spans
     return find(inputs.spec, _of_limits(limits), 0, 1, first, rows)
 
 
 def limits(operands: Operands) -> dict[str, Int[Array, "B"]]:
     """Return the operands that say what an entry's queries see, in a call without segments, by name."""
-    found = {name: getattr(operands, name) for name in _OF_AN_ENTRY}
+    found = {name: getattr(operands, name) for name in LIMITS}
     return {name: array for name, array in found.items() if array is not None}
 
 

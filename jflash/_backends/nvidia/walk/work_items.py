@@ -1,7 +1,9 @@
-"""Items of work of about one length, for sequences whose lengths are known on the device alone.
+"""How the walks of a forward are divided among CTAs: whole, in splits, or as items of work of about one length.
 
-Each block of queries of a batch entry walks over tiles of keys. Of sequences of different lengths the longest would
-keep all others waiting. So walks that are longer than one and a half shares of all work are cut into pieces:
+Each block of queries of a batch entry walks over tiles of keys. Where there are fewer walks than multiprocessors, as
+when decoding, each is cut into the same number of splits (`Splits`). Of sequences whose different lengths are known on
+the device alone, the longest would keep all others waiting. So walks that are longer than one and a half shares of all
+work are cut into pieces (`Shares`):
 
     share = ceil(tiles of all walks / shares), at least 4 tiles
     a walk of t tiles is made max(round(t / share), 1) items, at most one tile apart in length
@@ -9,15 +11,18 @@ keep all others waiting. So walks that are longer than one and a half shares of 
 That is up to `walks + shares` items: a static grid, whose last CTAs may find nothing to do. Items go by the length of
 their walks, the longest first. So those of cut walks are the first ones, and an item's index says where a piece leaves
 its result. A kernel makes the list (`nvidia.deal`). Behind the items it has the cut walks, for the kernel that merges
-their pieces.
+the pieces of both kinds (`nvidia.merge`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
 from jflash._backends.nvidia.facts import facts_of
@@ -42,8 +47,36 @@ _MOST_WALKS = 2**12
 
 
 @dataclasses.dataclass(frozen=True)
+class Splits:
+    """Every walk is cut into as many pieces."""
+
+    batch: int
+    blocks: int
+    """Blocks of queries of a batch entry."""
+    each: int = 1
+    """Pieces of a walk, of which each has a CTA; 1 if walks stay whole."""
+
+    @property
+    def cuts(self) -> int:
+        """The walks that are cut."""
+        return self.batch * self.blocks if self.each > 1 else 0
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of all of them."""
+        return self.cuts * self.each
+
+    def cut(self, arrays: Mapping[str, Ref], index: Any) -> Cut:
+        """Return one of the cut walks, in a kernel."""
+        return Cut(lax.div(index, self.blocks), lax.rem(index, self.blocks), index * self.each, jnp.int32(self.each))
+
+    def __str__(self) -> str:
+        return f"keys in {self.each} splits"
+
+
+@dataclasses.dataclass(frozen=True)
 class Shares:
-    """What is known of a call's items before any array."""
+    """Walks are cut into items of about one length, of which this is known before any array."""
 
     walks: int
     """Blocks of queries of all batch entries."""
@@ -80,9 +113,47 @@ class Shares:
         """The most items that can be pieces: as many as shares, and half a one more for each cut walk."""
         return self.shares * 4 // 3
 
+    def cut(self, arrays: Mapping[str, Ref], index: Any) -> Cut:
+        """Read one of the cut walks, which are behind all items in the list."""
+        return Cut(*(arrays[ITEMS][self.items + index, column] for column in range(4)))
+
+    def __str__(self) -> str:
+        return f"up to {self.items} items of work, long walks cut into {self.shares}ths of all tiles"
+
+
+Division = Splits | Shares
+"""How a call's walks are divided."""
+
+
+class Split(NamedTuple):
+    """A CTA's split of a walk, in a kernel; a whole walk if it is the only one."""
+
+    number: Any
+    splits: Splits
+
+    def run(self, body: Callable[[], None]) -> None:
+        """Run the CTA."""
+        body()
+
+    def of(self, walk: Walk) -> Walk:
+        """Return the split's tiles of its walk."""
+        return walk.split(self.number, self.splits.each)
+
+    def piece(self, batch: Any, block: Any) -> Any:
+        """Return the number of the piece that this is of the walk of an entry's block."""
+        return (batch * self.splits.blocks + block) * self.splits.each + self.number
+
+    def store(self, whole: Callable[[], None], piece: Callable[[], None]) -> None:
+        """Store what a whole walk comes to, or a piece."""
+        (piece if self.splits.each > 1 else whole)()
+
+    def sink(self, sink: Array) -> Array | None:
+        """Return the rows' sink, if it counts here: that of pieces counts where they are merged."""
+        return None if self.splits.each > 1 else sink
+
 
 class Item(NamedTuple):
-    """A CTA's item, in a kernel."""
+    """A CTA's item of work, in a kernel."""
 
     index: Any
     batch: Int[Array, ""]
@@ -97,19 +168,34 @@ class Item(NamedTuple):
         return Item(index, *(items[index, column] for column in range(COLUMNS)))
 
     @property
-    def is_one(self) -> Bool[Array, ""]:
-        """Whether there is such an item."""
-        return self.kind > 0
-
-    @property
-    def is_piece(self) -> Bool[Array, ""]:
-        """Whether the item is a piece of a walk that was cut."""
+    def _is_piece(self) -> Bool[Array, ""]:
         return self.kind > 1
+
+    def run(self, body: Callable[[], None]) -> None:
+        """Run the CTA, if there is such an item."""
+        pl.when(self.kind > 0)(body)
 
     def of(self, walk: Walk) -> TileRange:
         """Return the item's tiles of its walk, a range: at least one, which hides all keys if the walk has none."""
         assert isinstance(walk, TileRange), "calls with lists of tiles are not dealt out"
         return dataclasses.replace(walk, first=walk.start(self.first), count=jnp.maximum(self.tiles, 1))
+
+    def piece(self, batch: Any, block: Any) -> Any:
+        """Return the number of the piece, if this is one."""
+        return self.index
+
+    def store(self, whole: Callable[[], None], piece: Callable[[], None]) -> None:
+        """Store what a whole walk comes to, or a piece."""
+        pl.when(self._is_piece)(piece)
+        pl.when(~self._is_piece)(whole)
+
+    def sink(self, sink: Array) -> Array:
+        """Return the rows' sink; -inf for a piece, whose sink counts where pieces are merged."""
+        return sink + jnp.where(self._is_piece, -jnp.inf, 0.0)
+
+
+Work = Split | Item
+"""What a CTA does of a walk, in a kernel."""
 
 
 class Cut(NamedTuple):
@@ -121,8 +207,3 @@ class Cut(NamedTuple):
     """The item that is its first piece."""
     pieces: Int[Array, ""]
     """The number of its pieces; 0 if there is no such walk."""
-
-    @staticmethod
-    def read(items: Ref, shares: Shares, index: Any) -> Cut:
-        """Read a cut walk, which is behind all items in the list."""
-        return Cut(*(items[shares.items + index, column] for column in range(4)))
