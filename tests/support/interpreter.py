@@ -69,6 +69,11 @@ def sums_of_rows(rows: Float[Array, "L C"]) -> Float[Array, "L C"]:
     return numbers.swapaxes(-5, -4).swapaxes(-3, -2).reshape(rows.shape)
 
 
+def _arrive_and_wait(barrier: Ref) -> None:
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 @dataclasses.dataclass(frozen=True)
 class CommonInterpreter(Ops):
     """The operations of one warpgroup that both families have; it needs a thread for every warpgroup of a CTA."""
@@ -198,8 +203,10 @@ class CommonInterpreter(Ops):
     def gather(self, table: Ref, index: Int[Array, "rows columns"]) -> Array:
         return table[...][index]
 
-    def meet_warpgroup(self) -> None:
-        """Nothing."""
+    def meet(self, warpgroups: int = 1) -> None:
+        if warpgroups > 1:
+            barrier = plgpu.Barrier(num_arrivals=warpgroups)
+            pl.run_scoped(_arrive_and_wait, barrier, collective_axes="warpgroup")
 
     def threads(self) -> Int[Array, "128"]:
         return jnp.arange(128, dtype=jnp.int32)

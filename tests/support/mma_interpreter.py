@@ -11,7 +11,6 @@ import matrix_unit
 from interpreter import CommonInterpreter, sums_of_rows
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.ops import MmaOps
@@ -76,11 +75,6 @@ def _of_steps(left: Array, right: Array, steps: Sequence[int] | None) -> tuple[A
     some = slice(STEP * steps[0], STEP * (steps[-1] + 1))
     has_others = left.shape[-1] > STEP * len(steps)
     return left[..., some] if has_others else left, right[..., some, :]
-
-
-def _arrive_and_wait(barrier: Ref) -> None:
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
 
 
 class MmaInterpreter(CommonInterpreter, MmaOps):
@@ -181,11 +175,6 @@ class MmaInterpreter(CommonInterpreter, MmaOps):
 
     def wait(self, pending: int = 0, *, warpgroups: int = 1) -> None:
         self.meet(warpgroups)
-
-    def meet(self, warpgroups: int) -> None:
-        if warpgroups > 1:
-            barrier = plgpu.Barrier(num_arrivals=warpgroups)
-            pl.run_scoped(_arrive_and_wait, barrier, collective_axes="warpgroup")
 
     def store_tile(self, values: Tiles, target: Ref, first_column: Any) -> None:
         target[:, pl.ds(first_column, values[0].shape[1])] = jnp.concatenate(values)

@@ -17,7 +17,7 @@ from jflash._backends.mosaic_gpu_mma.products import Tiles
 from jflash._backends.mosaic_gpu_mma.smem_tile import CHUNK, SmemTile
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
-from jflash._backends.nvidia.threads.builder import THREADS, places
+from jflash._backends.nvidia.threads.builder import THREADS, meet, places
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk, Rows, Source, store_rows
 
 _utils: Any = mgpu.utils
@@ -129,14 +129,6 @@ def wait(pending: int = 0, *, warpgroups: int = 1) -> None:
     """Wait for a thread's copies but those of the last `pending` groups, and `meet`, so that those of all are seen."""
     Lanes.emit(lambda _: _utils.inline_ptx(f"cp.async.wait_group {pending};", has_side_effects=True))
     meet(warpgroups)
-
-
-def meet(warpgroups: int) -> None:
-    """Wait until all threads of the CTA, which has `warpgroups`, are here, and see what they wrote to shared memory."""
-    if warpgroups == 1:
-        Lanes.emit(lambda _: mgpu.warpgroup_barrier())
-    else:
-        Lanes.emit(lambda _: _utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True))
 
 
 def store_tile(values: Tiles, target: Ref, first_column: Any) -> None:

@@ -145,10 +145,10 @@ class FewRowsCta(ForwardCta):
     def _over_warps(self, operation: Any, vector: Array) -> Array:
         """Return each row's number of all warps, combined."""
         shared = self.smem.vectors
-        self.ops.meet_warpgroup()
+        self.ops.meet()
         for copy in range(2):
             shared[pl.ds(copy * WARPGROUP_ROWS, WARPGROUP_ROWS)] = vector
-        self.ops.meet_warpgroup()
+        self.ops.meet()
         return functools.reduce(
             operation, (self.ops.load(shared.at[pl.ds(warp * WARP_ROWS, WARPGROUP_ROWS)], 0) for warp in range(WARPS))
         )

@@ -277,9 +277,9 @@ class PairedForwardCta(ForwardCta):
 
     def store(self, acc_o: Tiles, factors: Sequence[Array], target: Ref, first: Any, limit: Any) -> None:
         # The last tile's factors have been read.
-        self.ops.meet_warpgroup()
+        self.ops.meet()
         (self.smem.factors[...],) = factors
-        self.ops.meet_warpgroup()
+        self.ops.meet()
         pair = self.ops.scaled_pair(acc_o, self.smem.factors)
         self.ops.store_pair(pair, target, first, limit)
 

@@ -29,7 +29,6 @@ class MmaOps(Ops):
     copy_numbers = staticmethod(copies.copy_numbers)
     commit = staticmethod(copies.commit)
     wait = staticmethod(copies.wait)
-    meet = staticmethod(copies.meet)
     store_tile = staticmethod(copies.store_tile)
     store_pair = staticmethod(copies.store_pair)
 

@@ -66,7 +66,7 @@ def _deal(spec: Spec, visited: Blocks, shares: Shares, refs: Refs, ops: Ops) -> 
         tiles_of[chunk_of(chunk)] = _tiles(spec, visited, limits, block)
 
     each_chunk(find)
-    ops.meet_warpgroup()
+    ops.meet()
     total = _each(shares.walks, lambda walk, total: total + tiles_of[walk], jnp.int32(0))
     share = jnp.maximum(lax.div(total + (shares.shares - 1), shares.shares), LEAST)
 
@@ -75,7 +75,7 @@ def _deal(spec: Spec, visited: Blocks, shares: Shares, refs: Refs, ops: Ops) -> 
         pieces_of[chunk_of(chunk)] = jnp.maximum(lax.div(2 * tiles + share, 2 * share), 1)
 
     each_chunk(cut)
-    ops.meet_warpgroup()
+    ops.meet()
     number = cta_index("walks")
     own = number * THREADS + thread
     tiles, pieces = (ops.load_strided(ref.at[chunk_of(number)], 1) for ref in (tiles_of, pieces_of))

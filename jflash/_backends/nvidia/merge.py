@@ -4,6 +4,7 @@
       m, l, acc = -inf, 0, 0
       for some pieces at a time, with output o and log-sum-exp lse each:
         add exp(lse) to l and exp(lse) o to acc, both relative to m, the largest lse so far
+      add the sums of the CTA's other warpgroups, which have taken other pieces
       if there are sinks, add exp(sink) to l
       out = acc / l;  lse = m + log l
 
@@ -13,28 +14,31 @@ CTAs without a cut walk end at once, so only what was cut is read. The others' r
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jflash._backends.nvidia.launch import Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.packing import ForwardShape
 from jflash._backends.nvidia.prepared import Prepared
-from jflash._backends.nvidia.smem import WARPGROUP_ROWS, round_up
+from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up, vectors
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile.softmax import normalizer, scaled_rows
 from jflash._semantics.online_softmax import finite_or_zero
 
-_COLUMNS = 32
+_COLUMNS = 16
 """Columns of a CTA."""
 
-_TOGETHER = 8
-"""Pieces that are loaded together: a thread's registers hold as many tiles of a CTA's columns beside their sum."""
+_TOGETHER = 4
+"""Pieces that a warpgroup loads together: its registers hold their tiles beside their sum."""
+
+_MOST_WARPGROUPS = 4
 
 PIECES = "out_of_pieces", "lse_of_pieces"
 """What a forward leaves of pieces, besides its results."""
@@ -62,48 +66,88 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
     grid = dict(cut=shape.division.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
     # The forward has stored what was not cut.
     stored = {name: made[name] for name in shape.results if name in made}
-    launch = Launch(f"jflash_merge_{shape.spec.value_dim}", grid, results={} if stored else shape.results)
+    # So many warpgroups that each loads once, if all walks are cut into as many pieces.
+    warpgroups = min(pl.cdiv(shape.division.pieces, shape.division.cuts * _TOGETHER), _MOST_WARPGROUPS)
+    launch = Launch(
+        name=f"jflash_merge_{shape.spec.value_dim}",
+        grid=grid,
+        results={} if stored else shape.results,
+        smem=Buffers(
+            m=vectors(warpgroups, WARPGROUP_ROWS),
+            l=vectors(warpgroups, WARPGROUP_ROWS),
+            acc=vectors(warpgroups, WARPGROUP_ROWS, _COLUMNS),
+        ),
+        warpgroups=warpgroups,
+    )
     sinks = {} if call.operands.sinks is None else dict(sinks=call.operands.sinks) | shape.sinks(call.operands)
     arrays = call.work(shape.visits, shape.shares) | shape.of_tokens(call.operands) | sinks
     arrays |= {name: made[name] for name in PIECES}
-    results, changed = launch.update(lambda refs: _merge(shape, refs, call.ops), arrays, stored, call.ops)
+    results, changed = launch.update(lambda refs: _merge(shape, warpgroups, refs, call.ops), arrays, stored, call.ops)
     return results | changed
 
 
-def _merge(shape: ForwardShape, refs: Refs, ops: Ops) -> None:
+class _Sums(NamedTuple):
+    """Sums over some pieces, for each row."""
+
+    m: Float[Array, "64"]
+    """The largest log-sum-exp."""
+    l: Float[Array, "64"]
+    """The sum of exponentials of log-sum-exps, relative to it."""
+    acc: Float[Array, "64 columns"]
+    """The sum of outputs, each times that exponential."""
+
+    @staticmethod
+    def of(parts: Sequence[_Sums]) -> _Sums:
+        """Return the sums over the pieces of all parts."""
+        largest = functools.reduce(jnp.maximum, (part.m for part in parts))
+        reference = finite_or_zero(largest)
+        weights = [jnp.exp(part.m - reference) for part in parts]
+        weighed = zip(parts, weights, strict=True)
+        l, acc = zip(*((part.l * weight, scaled_rows(part.acc, weight)) for part, weight in weighed), strict=True)
+        return _Sums(largest, functools.reduce(jnp.add, l), functools.reduce(jnp.add, acc))
+
+
+def _merge(shape: ForwardShape, warpgroups: int, refs: Refs, ops: Ops) -> None:
     cut, head, row, column = map(cta_index, ("cut", "head", "row", "column"))
+    warpgroup = lax.axis_index("warpgroup")
     batch, block, first_piece, pieces = shape.division.cut(refs.arrays, cut)
     (first, stop), own = shape.rows_of_block(block), row * WARPGROUP_ROWS
     vector, tile = (WARPGROUP_ROWS,), (WARPGROUP_ROWS, _COLUMNS)
     out, lse = ({**refs.arrays, **refs.results}[name] for name in ("out", "lse"))
     out_of_pieces, lse_of_pieces = (refs.arrays[name] for name in PIECES)
 
-    def load(index: Any) -> tuple[Array, Array]:
+    def load(index: Any) -> _Sums:
         piece, rows = first_piece + jnp.minimum(index, pieces - 1), pl.ds(own, WARPGROUP_ROWS)
         lse = ops.load(lse_of_pieces.at[piece, head, rows], 0)
         o = ops.load_tile(out_of_pieces.at[piece, head], own, column * _COLUMNS, tile, transposed=False)
         # The last piece comes again where there are none left.
-        return lse + jnp.where(index < pieces, 0.0, -jnp.inf), o
+        return _Sums(lse + jnp.where(index < pieces, 0.0, -jnp.inf), ops.full(vector, 1), o)
 
-    def add(number: Any, before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        m, l, acc = before
-        loaded = [load(number * _TOGETHER + index) for index in range(_TOGETHER)]
-        largest = functools.reduce(jnp.maximum, (lse for lse, _ in loaded), m)
-        reference = finite_or_zero(largest)
-        shrink = jnp.exp(m - reference)
-        l, acc = l * shrink, scaled_rows(acc, shrink)
-        for lse, o in loaded:
-            weight = jnp.exp(lse - reference)
-            l, acc = l + weight, acc + scaled_rows(o, weight)
-        return largest, l, acc
+    def add(number: Any, before: _Sums) -> _Sums:
+        index = (number * warpgroups + warpgroup) * _TOGETHER
+        return _Sums.of([before, *(load(index + turn) for turn in range(_TOGETHER))])
+
+    def add_others(sums: _Sums) -> _Sums:
+        m, l, acc = refs.smem.m, refs.smem.l, refs.smem.acc
+        m[warpgroup], l[warpgroup], acc[warpgroup] = sums
+        ops.meet(warpgroups)
+        load = lambda number: _Sums(ops.load(m.at[number], 0), ops.load(l.at[number], 0), ops.load(acc.at[number]))
+        return _Sums.of([*map(load, range(warpgroups))])
 
     def merge() -> None:
-        nothing = ops.full(vector, -jnp.inf), ops.full(vector, 0), ops.full(tile, 0)
-        m, l, acc = lax.fori_loop(0, lax.div(pieces + (_TOGETHER - 1), _TOGETHER), add, nothing)
-        factor, lse_of_all = normalizer(finite_or_zero(m), l, shape.sink(refs.arrays, ops, batch, head, first + own))
+        nothing = _Sums(ops.full(vector, -jnp.inf), ops.full(vector, 0), ops.full(tile, 0))
+        each = warpgroups * _TOGETHER
+        sums = lax.fori_loop(0, lax.div(pieces + (each - 1), each), add, nothing)
+        if warpgroups > 1:
+            sums = add_others(sums)
+        pl.when(warpgroup == 0)(lambda: store(sums))
+
+    def store(sums: _Sums) -> None:
+        sink = shape.sink(refs.arrays, ops, batch, head, first + own)
+        factor, lse_of_all = normalizer(finite_or_zero(sums.m), sums.l, sink)
         target = shape.rows_of(out, refs.arrays, batch, head)
         chunk = ColumnChunk(column * _COLUMNS, round_up(target.ref.shape[-1], _COLUMNS))
-        ops.store_rows(scaled_rows(acc, factor), target.ref, *target.span(first + own, stop), chunk)
+        ops.store_rows(scaled_rows(sums.acc, factor), target.ref, *target.span(first + own, stop), chunk)
 
         def store_lse() -> None:
             lse[batch, head, pl.ds(first + own, WARPGROUP_ROWS)] = lse_of_all

@@ -26,7 +26,7 @@ from jflash._backends.nvidia.threads import (
     table,
     vectors,
 )
-from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder, array_type, scalar, strided
+from jflash._backends.nvidia.threads.builder import SCALAR, TILE, ThreadBuilder, array_type, meet, scalar, strided
 
 Ref = Any
 """A reference to shared or device memory, or a part of one."""
@@ -91,10 +91,7 @@ class Ops:
         """Keep the compiler from merging the equal ends of two branches, at the end of one of them."""
         ThreadBuilder.emit(lambda _: _utils.inline_ptx("", has_side_effects=True))
 
-    def meet_warpgroup(self) -> None:
-        """Wait until all threads of the warpgroup are here, and see what they wrote to shared memory."""
-        ThreadBuilder.emit(lambda _: mgpu.warpgroup_barrier())
-
+    meet = staticmethod(meet)
     distances = staticmethod(coordinates.distances)
     key_minus_query = staticmethod(coordinates.key_minus_query)
     leading_piece = staticmethod(pieces.leading)

@@ -13,7 +13,9 @@ from short_run import cover
 
 
 @pytest.mark.parametrize("family", [HOPPER, pytest.param(mma("8.0"), marks=cover(0))], ids=["hopper", "mma"])
-@pytest.mark.parametrize(("processors", "key_length"), [(1, 200), pytest.param(132, 1100, marks=cover(0))])
+@pytest.mark.parametrize(
+    ("processors", "key_length"), [(1, 200), *(pytest.param(132, length, marks=cover(0)) for length in (1100, 2700))]
+)
 def test_decoding(family: Family, processors: int, key_length: int):
     """Heads that share keys stay packed, so keys are read once for all of them; an entry without keys has output 0."""
     case = Case("bfloat16", 2, key_length, heads=(4, 2), dims=(64, 64), batch=(2,), sinks=True, causal=True)

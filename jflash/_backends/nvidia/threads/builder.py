@@ -287,3 +287,12 @@ def by_thread(o: ThreadBuilder, word: Any) -> Any:
 def scalar(word: Any, *, is_signed: bool = True) -> Any:
     """Return the array without axes that is a word, the same in all threads of a warp at least."""
     return mgpu.FragmentedArray.splat(word, (), is_signed=is_signed)
+
+
+def meet(warpgroups: int = 1) -> None:
+    """Wait until all threads of the CTA, which has `warpgroups`, are here, and see what they wrote to shared memory."""
+    if warpgroups == 1:
+        ThreadBuilder.emit(lambda _: mgpu.warpgroup_barrier())
+    else:
+        synchronize = lambda _: mgpu.utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)
+        ThreadBuilder.emit(synchronize)
