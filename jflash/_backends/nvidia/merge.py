@@ -115,11 +115,13 @@ def _merge(shape: ForwardShape, warpgroups: int, refs: Refs, ops: Ops) -> None:
     vector, tile = (WARPGROUP_ROWS,), (WARPGROUP_ROWS, _COLUMNS)
     out, lse = ({**refs.arrays, **refs.results}[name] for name in ("out", "lse"))
     out_of_pieces, lse_of_pieces = (refs.arrays[name] for name in PIECES)
+    chunk = ColumnChunk(column * _COLUMNS, round_up(out.shape[-1], _COLUMNS))
 
     def load(index: Any) -> _Sums:
         piece, rows = first_piece + jnp.minimum(index, pieces - 1), pl.ds(own, WARPGROUP_ROWS)
         lse = ops.load(lse_of_pieces.at[piece, head, rows], 0)
-        o = ops.load_tile(out_of_pieces.at[piece, head], own, column * _COLUMNS, tile, transposed=False)
+        of_piece = out_of_pieces.at[piece, head]
+        o = ops.fetch_rows(of_piece, own, of_piece.shape[0], chunk, _COLUMNS)
         # The last piece comes again where there are none left.
         return _Sums(lse + jnp.where(index < pieces, 0.0, -jnp.inf), ops.full(vector, 1), o)
 
@@ -146,7 +148,6 @@ def _merge(shape: ForwardShape, warpgroups: int, refs: Refs, ops: Ops) -> None:
         sink = shape.sink(refs.arrays, ops, batch, head, first + own)
         factor, lse_of_all = normalizer(finite_or_zero(sums.m), sums.l, sink)
         target = shape.rows_of(out, refs.arrays, batch, head)
-        chunk = ColumnChunk(column * _COLUMNS, round_up(target.ref.shape[-1], _COLUMNS))
         ops.store_rows(scaled_rows(sums.acc, factor), target.ref, *target.span(first + own, stop), chunk)
 
         def store_lse() -> None:

@@ -167,22 +167,30 @@ def store_in_rows(
 
 
 def fetch_rows(source: Ref, first: Any, limit: Any, columns: ColumnChunk, width: int) -> Float[Array, "64 width"]:
-    """Return rows of 16-bit numbers of an array that `store_rows` could store them in: from `first` on, some columns.
+    """Return rows of an array that `store_rows` could store them in: from `first` on, some columns.
 
     Rows from `limit` on, and columns past the array's, a multiple of 8, are 0.
     """
 
     def make(o: ThreadBuilder, source: Any, first: Any, limit: Any, first_column: Any) -> Any:
-        rows, dtype, is_odd = Rows.of(o, source), o.dtype(source), o.is_odd
-        row, column = o.add(first, o.first_row), o.add(first_column, _column_of_two_words(o))
+        rows, dtype, row = Rows.of(o, source), o.dtype(source), o.add(first, o.first_row)
+
+        def load(half: int, thread_column: Any, more: int) -> Sequence[Any]:
+            """Return two words side by side, `more` columns behind a thread's."""
+            column, is_there = o.add(first_column, thread_column), o.below(o.add(row, o(8 * half)), limit)
+            if columns.whole > rows.columns:
+                is_there = o.arith.andi(is_there, o.below(o.add(column, o(more)), o(rows.columns)))
+            ((start, offset, _),) = rows.sources(o, row, column, (8 * half,), limit)
+            return o.load_in_row(start, offset + more * rows.item_bytes, is_there)
+
+        if rows.item_bytes == 4:
+            loaded = (load(half, o.first_column, 8 * eight) for eight, half in places(width))
+            pairs = (o.vector_of([_utils.bitcast(word, dtype) for word in two]) for two in loaded)
+            return tile((WARPGROUP_ROWS, width), pairs)
         words: dict[tuple[int, int], Any] = {}
         for sixteen, half in itertools.product(range(width // 16), range(2)):
-            is_there = o.below(o.add(row, o(8 * half)), limit)
-            if columns.whole > rows.columns:
-                is_there = o.arith.andi(is_there, o.below(o.add(column, o(16 * sixteen)), o(rows.columns)))
-            ((start, offset, _),) = rows.sources(o, row, column, (8 * half,), limit)
-            two = o.load_in_row(start, offset + 16 * sixteen * rows.item_bytes, is_there)
-            words[2 * sixteen, half], words[2 * sixteen + 1, half] = o.side_by_side(is_odd, two)
+            two = load(half, _column_of_two_words(o), 16 * sixteen)
+            words[2 * sixteen, half], words[2 * sixteen + 1, half] = o.side_by_side(o.is_odd, two)
         pair = _utils.ir.VectorType.get((2,), dtype)
         return tile((WARPGROUP_ROWS, width), (_utils.bitcast(words[place], pair) for place in places(width)))
 
