@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
+from jflash._backends.nvidia.packing import packs
 from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import round_up
 from jflash._backends.nvidia.tile import operand_pieces
@@ -27,12 +28,13 @@ from jflash._semantics.tile import in_range, zero_padding
 _WIDEST = 64
 """Columns of the widest panel."""
 
-_ONE_TILE = 128
-"""Rows of queries whose padding costs next to nothing, as when decoding."""
-
 _FEW_ROWS = 2048
 """Rows of queries that see a key, up to which padded copies take longer than products by several panels; of values in
 panels narrower than the widest, half as many."""
+
+_ONE_TILE, _FEW_KEYS = 128, 512
+"""Of up to so many queries padded copies take longer than products by two panels, in the fused backward, if there are
+no more than so many keys."""
 
 LARGEST_TILE = 128
 """Rows of the largest tile that is copied from an array with lengths."""
@@ -78,7 +80,11 @@ def in_panels(spec: Spec) -> bool:
 
     Panels cost a product for each, with three operands' columns, and rows that begin in the middle of 32 bytes.
     """
-    if not _may_have_panels(spec) or (_has_whole_lengths(spec) and all(map(_is_whole, _dims(spec)))):
+    are_whole = all(map(_is_whole, _dims(spec)))
+    if not _may_have_panels(spec) or (_has_whole_lengths(spec) and are_whole):
+        return False
+    pads_queries = are_whole and spec.key_length % 8 == 0 and spec.query_length <= _ONE_TILE
+    if pads_queries and _WIDEST < max(_dims(spec)) <= 2 * _WIDEST and spec.key_length > _FEW_KEYS:
         return False
     are_wide = all(_panel(dim) in (dim, _WIDEST) for dim in _dims(spec))
     return are_wide or _rows_that_see_a_key(spec) <= _FEW_ROWS
@@ -111,8 +117,9 @@ def _may_have_panels(spec: Spec) -> bool:
 
 
 def _has_whole_lengths(spec: Spec) -> bool:
-    """Whether copies of tiles in blocks take a call's rows as they are, or as good as that."""
-    return spec.key_length % 8 == 0 and (spec.query_length % 8 == 0 or spec.query_length <= _ONE_TILE)
+    """Whether copies of tiles in blocks take a call's rows as they are. Threads take some forwards' one by one."""
+    row_by_row = packs(spec) or spec.tokens is not None
+    return spec.key_length % 8 == 0 and (spec.query_length % 8 == 0 or row_by_row)
 
 
 def _is_whole(dim: int) -> bool:

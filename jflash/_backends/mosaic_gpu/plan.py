@@ -269,7 +269,7 @@ def describe(spec: Spec, processors: int | None) -> str:
     lines = [*kernels("forward", [forward], smem.CAPACITY), f"    {details}"]
     if spec.pages is None:
         lines += _derivatives(spec, processors)
-    copies = array_shapes.copied(spec, packed=forward.packed_heads > 1)
+    copies = array_shapes.copied(spec, packed=forward.row_by_row)
     return "\n".join([*lines, "copies:", *(f"  {copy}" for copy in copies or ["none"])])
 
 

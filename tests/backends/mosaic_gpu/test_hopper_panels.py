@@ -39,8 +39,11 @@ from jflash._backends.mosaic_gpu import array_shapes, plan
         ((72, 200), (2, 2), (40, 200), dict(window=(90, 20))),
         # Values as they are, in blocks.
         ((131, 80), (4, 2), (128, 96), dict(causal=True, offset="end")),
+        # Queries that are no whole eights, and keys that are.
+        ((77, 80), (2, 1), (128, 128), dict(lengths="both")),
         # Decoding, with heads as rows, and keys in splits.
         ((1, 1029), (4, 2), (128, 128), {}),
+        ((1, 1032), (2, 2), (128, 128), {}),
         ((1, 1032), (4, 2), (72, 72), {}),
     ],
     ids=str,
@@ -50,6 +53,13 @@ def test_right(lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int
     assert array_shapes.forward_in_panels(hopper_kernels.canonical(call)[0])
     how: Any = dict(family=TWO_KERNELS, deterministic=True) if lengths[1] > 128 else {}
     hopper_kernels.assert_right(functools.partial(hopper_kernels.run, call, **how), call)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_few_queries_are_padded_for_the_backward_where_they_see_many_keys(dim: int):
+    in_panels = lambda keys: array_shapes.in_panels(hopper_kernels.canonical(built((77, keys), (1, 1), (dim,) * 2))[0])
+    assert in_panels(512)
+    assert in_panels(520) == (dim in (64, 256))
 
 
 @cover(every=2)
