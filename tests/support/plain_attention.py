@@ -153,7 +153,9 @@ class PlainAttention:
         if call.mask_mod is not None:
             sizes = (self.B, self.N, self.T, self.S)
             indices = [np.arange(n, dtype=np.int32).reshape(-1, *[1] * (3 - axis)) for axis, n in enumerate(sizes)]
-            visible = visible & np.asarray(jax.jit(jnp.vectorize(call.mask_mod))(*indices))
+            # Not on a GPU, where the oracle would have its compiler in common with what is held against it.
+            with jax.default_device(jax.devices("cpu")[0]):
+                visible = visible & np.asarray(jax.jit(jnp.vectorize(call.mask_mod))(*indices))
         return np.broadcast_to(visible, (self.B, self.N, self.T, self.S))
 
     def _softmax(self) -> None:
