@@ -376,6 +376,20 @@ DEFECTS = [
         "tests/backends/mosaic_gpu/test_work_items.py",
     ),
     Defect(
+        "A walk's last piece counts as often as it is loaded",
+        "_merge",
+        "jnp.where(index < pieces, 0.0, -jnp.inf)",
+        "0.0",
+        "tests/backends/mosaic_gpu/test_hopper_lists.py::test_decoding",
+    ),
+    Defect(
+        "Lengths and offsets are read as they are given",
+        "in_range",
+        "jnp.clip(values, *ranges.get(name, (-_OFFSET_LIMIT, _OFFSET_LIMIT)))",
+        "values",
+        "tests/attention/test_any_lengths.py",
+    ),
+    Defect(
         "Of two walks of one length each comes before the other",
         "_deal",
         "(others == tiles) & (walk < own)",
