@@ -33,8 +33,8 @@ _FEW_ROWS = 2048
 panels narrower than the widest, half as many."""
 
 _ONE_TILE, _FEW_KEYS = 128, 512
-"""Of up to so many queries padded copies take longer than products by two panels, in the fused backward, if there are
-no more than so many keys."""
+"""The most queries, and the most keys, with which padded copies of queries take longer than products by two panels in
+the fused backward."""
 
 LARGEST_TILE = 128
 """Rows of the largest tile that is copied from an array with lengths."""
