@@ -43,7 +43,7 @@ from jflash._backends.nvidia.tile.inputs import TileCoord
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext, VisitedTile, Walk
-from jflash._backends.nvidia.walk.work_items import ITEMS, Item, Shares, Split
+from jflash._backends.nvidia.walk.work_items import Item
 
 
 class ForwardCta(CopyingCta):
@@ -57,9 +57,7 @@ class ForwardCta(CopyingCta):
         super().__init__(plan, refs, ops, packed_heads=plan.packed_heads, has_bias=has_bias)
         self.q, self.o = refs.smem.q_o
         self.cta_place = CtaPlace(head, cta_index("block"), cta_index("batch"))
-        division, list_number = plan.division, self.cta_place.list
-        is_dealt = isinstance(division, Shares)
-        self.work = Item.read(refs.arrays[ITEMS], list_number) if is_dealt else Split(cta_index("split"), division)
+        self.work = plan.division.work(refs.arrays, self.cta_place.list)
 
     def run(self) -> None:
         self.work.run(super().run)

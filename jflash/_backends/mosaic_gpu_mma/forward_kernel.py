@@ -37,7 +37,7 @@ from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile
 from jflash._backends.nvidia import merge, smem
-from jflash._backends.nvidia.launch import Launch, Refs, cta_index
+from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._backends.nvidia.merge import PIECES
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.packing import EntryRows, ForwardShape
@@ -47,7 +47,7 @@ from jflash._backends.nvidia.tile import logits, operand_pieces, softmax
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext
-from jflash._backends.nvidia.walk.work_items import ITEMS, Division, Item, Shares, Split
+from jflash._backends.nvidia.walk.work_items import Division, Item, Shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +130,10 @@ class ForwardCta(QueriesCta[ForwardPlan]):
         self.keys, self.chosen = plan.tile.size, dict[str, Any]()
         """The columns of a tile of logits; and what products take of a tile of keys or values, as for `add_product`."""
         self.form = logits.form(plan.spec, sums_in_parts=plan.tile.sums_in_parts)
-        if isinstance(plan.division, Shares):
-            self.work = Item.read(refs.arrays[ITEMS], self.batch)
+        self.work = plan.division.work(refs.arrays, self.batch)
+        if isinstance(self.work, Item):
             self.batch, self.block = self.work.batch, self.work.block
             self.first_row = self.block * plan.tile.rows
-        else:
-            self.work = Split(cta_index("split"), plan.division)
         if plan.spec.pages is not None:
             length: Any = self.inputs.value("key_lengths", self.batch)
             self.key_limit = jnp.minimum(length, plan.spec.key_length)

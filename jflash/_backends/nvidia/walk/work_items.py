@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
 from jflash._backends.nvidia.facts import facts_of
+from jflash._backends.nvidia.launch import cta_index
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.walk.tile_range import TileRange, Walk
 from jflash._semantics.spec import Spec
@@ -65,6 +66,10 @@ class Splits:
     def pieces(self) -> int:
         """The pieces of all of them."""
         return self.cuts * self.each
+
+    def work(self, arrays: Mapping[str, Ref], index: Any) -> Split:
+        """Return what a CTA does, in a kernel whose grid has an axis "split"."""
+        return Split(cta_index("split"), self)
 
     def cut(self, arrays: Mapping[str, Ref], index: Any) -> Cut:
         """Return one of the cut walks, in a kernel."""
@@ -112,6 +117,10 @@ class Shares:
     def pieces(self) -> int:
         """The most items that can be pieces: as many as shares, and half a one more for each cut walk."""
         return self.shares * 4 // 3
+
+    def work(self, arrays: Mapping[str, Ref], index: Any) -> Item:
+        """Read what a CTA does, in a kernel, from the list of items."""
+        return Item(index, *(arrays[ITEMS][index, column] for column in range(COLUMNS)))
 
     def cut(self, arrays: Mapping[str, Ref], index: Any) -> Cut:
         """Read one of the cut walks, which are behind all items in the list."""
@@ -161,11 +170,6 @@ class Item(NamedTuple):
     first: Int[Array, ""]
     tiles: Int[Array, ""]
     kind: Int[Array, ""]
-
-    @staticmethod
-    def read(items: Ref, index: Any) -> Item:
-        """Read an item of the list."""
-        return Item(index, *(items[index, column] for column in range(COLUMNS)))
 
     @property
     def _is_piece(self) -> Bool[Array, ""]:
