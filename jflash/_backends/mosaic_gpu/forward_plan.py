@@ -34,7 +34,7 @@ from jflash._backends.nvidia.packing import ForwardShape, packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.logits import LogitsForm
-from jflash._backends.nvidia.walk import tile_range
+from jflash._backends.nvidia.walk import tile_range, work_items
 from jflash._backends.nvidia.walk.tile_list import Blocks
 from jflash._backends.nvidia.walk.work_items import Division, Shares, Splits
 from jflash._semantics.spec import Spec
@@ -251,11 +251,8 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     choose = functools.cache(lambda tile: _choose_schedule(plan_of(tile), visits, processors))
     tile = _choose_tiles(spec, rows, visits, lambda tile: choose(tile).time)
     plan = plan_of(tile)
-    division: Division | None = Shares.of(spec, heads, plan.schedule.blocks, tile.keys, processors)
-    if division is None and rows <= tile.rows and spec.tokens is None:
-        most = min((processors or 0) // (spec.batch * heads), spec.key_length // (4 * tile.keys))
-        division = dataclasses.replace(plan.division, each=max(1, most))
-    if division is not None and division.pieces > 0:
+    division = work_items.divide(spec, heads, plan.schedule.blocks, tile.keys, processors)
+    if division.pieces > 0:
         return dataclasses.replace(plan, division=division)
     schedule = choose(tile).schedule
     stores = output_stores(spec, tile) if schedule.items_per_cta > 1 and not plan.stores_registers else 0

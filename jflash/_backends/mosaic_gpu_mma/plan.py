@@ -25,9 +25,10 @@ from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.packing import packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
+from jflash._backends.nvidia.walk import work_items
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
-from jflash._backends.nvidia.walk.work_items import Division, Shares, Splits
+from jflash._backends.nvidia.walk.work_items import Splits
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -48,12 +49,7 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
         kernel = "forward, short"
     whole = lambda tile: Splits(spec.batch, pl.cdiv(rows, tile.rows))
     plan = _choose(spec, platform, kernel, lambda tile: kind(spec, tile, whole(tile), packed_heads))
-    division: Division | None = Shares.of(spec, heads, whole(plan.tile).blocks, plan.tile.size, _ctas(platform, 1))
-    if division is None:
-        share = _CTAS * (platform.processors or 0) // (spec.batch * heads)
-        may_split = rows <= plan.tile.rows and spec.tokens is None
-        each = max(1, min(share, spec.key_length // (4 * plan.tile.size))) if may_split else 1
-        division = dataclasses.replace(whole(plan.tile), each=each)
+    division = work_items.divide(spec, heads, whole(plan.tile).blocks, plan.tile.size, _ctas(platform, 1))
     cta = PairedForwardCta if plan.tile.paired else cta
     return Kernel(dataclasses.replace(plan, division=division), cta)
 

@@ -134,6 +134,16 @@ Division = Splits | Shares
 """How a call's walks are divided."""
 
 
+def divide(spec: Spec, heads: int, blocks: int, size: int, ctas: int | None) -> Division:
+    """Return how walks are divided among about `ctas` CTAs at once: dealt out, or in as many splits as there are idle
+    CTAs, if an entry has one block of queries. The arguments are as for `Shares.of`."""
+    if (shares := Shares.of(spec, heads, blocks, size, ctas)) is not None:
+        return shares
+    may_split = blocks == 1 and spec.tokens is None
+    idle = (ctas or 0) // (spec.batch * heads)
+    return Splits(spec.batch, blocks, max(1, min(idle, spec.key_length // (LEAST * size))) if may_split else 1)
+
+
 class Split(NamedTuple):
     """A CTA's split of a walk, in a kernel; a whole walk if it is the only one."""
 
