@@ -170,15 +170,6 @@ def finish(rows: Rows, sinks: Float[Array, "*#rows"] | None) -> tuple[Float[Arra
     return weighted / total[..., None], lse
 
 
-def with_sinks(
-    sinks: Float[Array, "#B N"], out: Float[Array, "B T N D"], lse: Float[Array, "B N T"]
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
-    """Return results with one more logit for each head, which has no value; the output in the log-sum-exp's dtype."""
-    sink, empty = sinks[:, :, None].astype(lse.dtype), lse == -jnp.inf
-    share = jax.nn.sigmoid(jnp.where(empty, 0, lse) - sink)
-    return out.astype(lse.dtype) * share.swapaxes(1, 2)[..., None], jnp.where(empty, lse, jnp.logaddexp(lse, sink))
-
-
 def sinks_gradient(
     sinks: Float[Array, "#B N"] | None, lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Float[Array, "#B N"] | None:

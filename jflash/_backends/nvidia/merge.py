@@ -133,8 +133,8 @@ def _merge(shape: ForwardShape, warpgroups: int, refs: Refs, ops: Ops) -> None:
         m, l, acc = refs.smem.m, refs.smem.l, refs.smem.acc
         m[warpgroup], l[warpgroup], acc[warpgroup] = sums
         ops.meet(warpgroups)
-        load = lambda number: _Sums(ops.load(m.at[number], 0), ops.load(l.at[number], 0), ops.load(acc.at[number]))
-        return _Sums.of([*map(load, range(warpgroups))])
+        of = lambda number: _Sums(ops.load(m.at[number], 0), ops.load(l.at[number], 0), ops.load(acc.at[number]))
+        return _Sums.of([*map(of, range(warpgroups))])
 
     def merge() -> None:
         nothing = _Sums(ops.full(vector, -jnp.inf), ops.full(vector, 0), ops.full(tile, 0))
