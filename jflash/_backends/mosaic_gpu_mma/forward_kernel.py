@@ -135,8 +135,7 @@ class ForwardCta(QueriesCta[ForwardPlan]):
             self.batch, self.block = self.work.batch, self.work.block
             self.first_row = self.block * plan.tile.rows
         if plan.spec.pages is not None:
-            length: Any = self.inputs.value("key_lengths", self.batch)
-            self.key_limit = jnp.minimum(length, plan.spec.key_length)
+            self.key_limit = self.inputs.value("key_lengths", self.batch)
         self.tiles = self.work.of(self.visited(Place(self.batch, self.head, self.block)))
 
     def run(self) -> None:

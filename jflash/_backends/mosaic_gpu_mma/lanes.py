@@ -111,10 +111,6 @@ class Lanes(ThreadBuilder):
         kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
         return _utils.inline_ptx(f"fma.rn.{kind} $0, $1, $2, $3;", a, b, c, result_types=self.type)
 
-    def meet(self) -> None:
-        """Wait until all threads of the warpgroup are here, and see what they wrote to shared memory."""
-        mgpu.warpgroup_barrier()
-
     def store_word(self, address: Any, offset: int, word: Any) -> None:
         """Store two numbers of 16 bits, or one of 32, in shared memory."""
         _utils.inline_ptx(f"st.shared.b32 [$0 + {offset}], $1;", address, word, has_side_effects=True)

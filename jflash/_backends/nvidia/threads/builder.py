@@ -172,6 +172,13 @@ class ThreadBuilder:
         store = f"st.global.v2.b32 [$0 + {offset}], {{$1, $2}};"
         mgpu.utils.inline_ptx(store, address, *words, predicate=condition, has_side_effects=True)
 
+    def meet(self, warpgroups: int = 1) -> None:
+        """Wait as the function `meet` does."""
+        if warpgroups == 1:
+            mgpu.warpgroup_barrier()
+        else:
+            mgpu.utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)
+
     def load_in_row(self, address: Any, offset: int, condition: Any) -> Sequence[Any]:
         """Load two words side by side from device memory; 0 where a condition does not hold."""
         load = f"""{{ .reg .pred there; .reg .b32 first, second; setp.ne.b32 there, $3, 0;
@@ -291,8 +298,4 @@ def scalar(word: Any, *, is_signed: bool = True) -> Any:
 
 def meet(warpgroups: int = 1) -> None:
     """Wait until all threads of the CTA, which has `warpgroups`, are here, and see what they wrote to shared memory."""
-    if warpgroups == 1:
-        ThreadBuilder.emit(lambda _: mgpu.warpgroup_barrier())
-    else:
-        synchronize = lambda _: mgpu.utils.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)
-        ThreadBuilder.emit(synchronize)
+    ThreadBuilder.emit(lambda o: o.meet(warpgroups))
