@@ -63,14 +63,20 @@ class ForwardCta(CopyingCta):
         self.work.run(super().run)
 
     def item(self, index: Any) -> tuple[Place, Walk]:
-        """Return a work item's place and tiles of keys. Blocks that see most keys begin first, so that none of them is
-        left at the end alone."""
-        if isinstance(self.work, Item):
-            place = Place(self.work.batch, self.cta_place.head, self.work.block)
-        else:
-            head, batch, turn = self.plan.schedule.item(self.cta_place, index)
-            place = Place(batch, head, self.plan.schedule.blocks - 1 - turn)
+        """Return a work item's place and tiles of keys."""
+        place = self.place(index)
         return place, self.visited(place)
+
+    def place(self, index: Any) -> Place:
+        """Return a work item's place."""
+        if isinstance(self.work, Item):
+            return Place(self.work.batch, self.cta_place.head, self.work.block)
+        return self.place_of(*self.plan.schedule.item(self.cta_place, index))
+
+    def place_of(self, head: Any, batch: Any, turn: Any) -> Place:
+        """Return where a schedule's item is. Blocks that see most keys begin first, so that none of them is left at the
+        end alone."""
+        return Place(batch, head, self.plan.schedule.blocks - 1 - turn)
 
     def visited(self, place: Place) -> Walk:
         """The tiles of keys that a head's rows see for which one range or list says so, or this CTA's share of them."""

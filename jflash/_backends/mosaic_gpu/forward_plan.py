@@ -41,6 +41,9 @@ from jflash._semantics.spec import Spec
 
 SMALLEST_TILE = RowTiles(1, 64, 1)
 
+KEYS_OF_A_SPLIT = 256
+"""Minimum keys per split."""
+
 _WIDEST_OF_FOUR = 192
 """The most columns for which a CTA of four warpgroups may have two that compute."""
 
@@ -251,7 +254,7 @@ def plan_forward(spec: Spec, processors: int | None) -> ForwardPlan:
     choose = functools.cache(lambda tile: _choose_schedule(plan_of(tile), visits, processors))
     tile = _choose_tiles(spec, rows, visits, lambda tile: choose(tile).time)
     plan = plan_of(tile)
-    division = work_items.divide(spec, heads, plan.schedule.blocks, tile.keys, processors)
+    division = work_items.divide(spec, heads, plan.schedule.blocks, tile.keys, processors, KEYS_OF_A_SPLIT)
     if division.pieces > 0:
         return dataclasses.replace(plan, division=division)
     schedule = choose(tile).schedule

@@ -98,6 +98,9 @@ class WideForwardCta(ForwardCta):
         self.store_output(out, *place, column)
 
     def run(self) -> None:
+        self.work.run(self._run_warpgroup)
+
+    def _run_warpgroup(self) -> None:
         halves = (functools.partial(self.weigh, half) for half in range(HALVES))
         for index, body in enumerate((self.make_weights, *halves, self.copy)):
             pl.when(self.warpgroup == index)(body)
@@ -127,8 +130,8 @@ class WideForwardCta(ForwardCta):
 
     def _item(self, index: Any, before: Any) -> _Item:
         plan = self.plan
-        head, batch, turn = plan.schedule.item(self.cta_place, index) if self.dealt is None else self.dealt.place(index)
-        number = plan.schedule.blocks - 1 - turn
+        place = self.place(index) if self.dealt is None else self.place_of(*self.dealt.place(index))
+        batch, head, number = place
         block = 2 * number + lax.axis_index(PAIR) if plan.in_pairs else number
         # Not `number`, with which ptxas spills 20 bytes more.
         tiles = self.visited(Place(batch, head, lax.div(block, 2) if plan.in_pairs else block))

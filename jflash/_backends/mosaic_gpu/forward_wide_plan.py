@@ -17,7 +17,7 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import forward_schedule, smem
 from jflash._backends.mosaic_gpu.array_shapes import whole_dims
 from jflash._backends.mosaic_gpu.column_chunks import ColumnChunks
-from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan, visited_tiles
+from jflash._backends.mosaic_gpu.forward_plan import KEYS_OF_A_SPLIT, ForwardPlan, visited_tiles
 from jflash._backends.mosaic_gpu.forward_schedule import ForwardSchedule, Lists
 from jflash._backends.mosaic_gpu.run import HopperForward
 from jflash._backends.mosaic_gpu.smem import CallTiles
@@ -29,8 +29,7 @@ from jflash._backends.nvidia.packing import may_pack
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
 from jflash._backends.nvidia.tile import logits
 from jflash._backends.nvidia.tile.logits import LogitsForm
-from jflash._backends.nvidia.walk import tile_range
-from jflash._backends.nvidia.walk.work_items import Splits
+from jflash._backends.nvidia.walk import tile_range, work_items
 from jflash._semantics.spec import Spec
 
 HALVES = 2
@@ -45,9 +44,6 @@ PAIR = "pair"
 _MOST_SUMMED = 192
 """Columns of values that one product weighs. Its sums are half as many registers of the 128 that ptxas counts on where
 a CTA has 512 threads."""
-
-_KEYS_OF_A_SPLIT = 256
-"""Minimum keys per split."""
 
 _ITEM_TIME = 0.3
 """How long a work item takes beside its tiles, in visits to a tile of keys."""
@@ -109,7 +105,7 @@ class WideForwardPlan(ForwardPlan):
 
     @property
     def stored(self) -> tuple[int, int]:
-        if self.division.pieces > 0:
+        if self.shares is None and self.division.pieces > 0:
             return super().stored
         rows = self.spec.query_length if self.packed_heads > 1 else self.schedule.blocks * self.rows_of_a_range
         return rows, self.value_chunks * self.columns
@@ -179,16 +175,15 @@ def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
         # As many heads as end where a block does.
         one_block = spec.query_length * spec.group <= WARPGROUP_ROWS
         packed_heads = spec.group if one_block else math.gcd(spec.group, WARPGROUP_ROWS)
-    blocks, each = pl.cdiv(spec.query_length * packed_heads, WARPGROUP_ROWS), 1
-    if packed_heads > 1 or blocks == 1:
-        share = (processors or 0) // (spec.batch * (spec.heads // packed_heads) * blocks)
-        each = max(1, min(share, spec.key_length // _KEYS_OF_A_SPLIT))
+    heads, blocks = spec.heads // packed_heads, pl.cdiv(spec.query_length * packed_heads, WARPGROUP_ROWS)
+    tile = _choose_tiles(spec, few_rows=blocks == 1)
+    division = work_items.divide(spec, heads, blocks, tile.keys, processors, KEYS_OF_A_SPLIT)
     # Where all see the same, CTAs read the same at the same time anyway, and the cache answers them together.
     # A page's part of a tile is not halved.
-    in_pairs = each == packed_heads == 1 < blocks and tile_range.blocks_grow(spec) and spec.pages is None
-    schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch, spec.heads // packed_heads)
-    tile = _choose_tiles(spec, few_rows=blocks == 1)
-    plan = WideForwardPlan(spec, tile, Splits(spec.batch, blocks, each), schedule, packed_heads, in_pairs=in_pairs)
+    may_pair = packed_heads == 1 < blocks and tile_range.blocks_grow(spec) and spec.pages is None
+    in_pairs = may_pair and division.pieces == 0
+    schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch, heads)
+    plan = WideForwardPlan(spec, tile, division, schedule, packed_heads, in_pairs=in_pairs)
     return dataclasses.replace(plan, dealt=_deal(plan, processors))
 
 

@@ -33,6 +33,9 @@ from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
 
+_TILES_OF_A_SPLIT = 4
+"""Minimum tiles of keys per split."""
+
 _CTAS = 2
 """CTAs that a multiprocessor runs at a time, about."""
 
@@ -49,7 +52,8 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
         kernel = "forward, short"
     whole = lambda tile: Splits(spec.batch, pl.cdiv(rows, tile.rows))
     plan = _choose(spec, platform, kernel, lambda tile: kind(spec, tile, whole(tile), packed_heads))
-    division = work_items.divide(spec, heads, whole(plan.tile).blocks, plan.tile.size, _ctas(platform, 1))
+    size, ctas = plan.tile.size, _ctas(platform, plan.tile.blocks)
+    division = work_items.divide(spec, heads, whole(plan.tile).blocks, size, ctas, _TILES_OF_A_SPLIT * size)
     cta = PairedForwardCta if plan.tile.paired else cta
     return Kernel(dataclasses.replace(plan, division=division), cta)
 

@@ -67,7 +67,7 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
     # The forward has stored what was not cut.
     stored = {name: made[name] for name in shape.results if name in made}
     # Enough warpgroups to load the pieces of an average walk at once.
-    warpgroups = min(pl.cdiv(shape.division.pieces, shape.division.cuts * _TOGETHER), _MOST_WARPGROUPS)
+    warpgroups = min(max(shape.division.pieces // (shape.division.cuts * _TOGETHER), 1), _MOST_WARPGROUPS)
     launch = Launch(
         name=f"jflash_merge_{shape.spec.value_dim}",
         grid=grid,

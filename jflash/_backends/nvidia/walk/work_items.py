@@ -1,9 +1,9 @@
 """How the walks of a forward are divided among CTAs: whole, in splits, or as items of work of about one length.
 
 Each block of queries of a batch entry walks over tiles of keys. Where there are fewer walks than multiprocessors, as
-when decoding, each is cut into the same number of splits (`Splits`). Of sequences whose different lengths are known on
-the device alone, the longest would keep all others waiting. So walks that are longer than one and a half shares of all
-work are cut into pieces (`Shares`):
+when decoding or where few queries see many keys, each is cut into the same number of splits (`Splits`). Of sequences
+whose different lengths are known on the device alone, the longest would keep all others waiting. So walks that are
+longer than one and a half shares of all work are cut into pieces (`Shares`):
 
     share = ceil(tiles of all walks / shares), at least 4 tiles
     a walk of t tiles is made max(round(t / share), 1) items, at most one tile apart in length
@@ -134,14 +134,16 @@ Division = Splits | Shares
 """How a call's walks are divided."""
 
 
-def divide(spec: Spec, heads: int, blocks: int, size: int, ctas: int | None) -> Division:
+def divide(spec: Spec, heads: int, blocks: int, size: int, ctas: int | None, least: int) -> Division:
     """Return how walks are divided among about `ctas` CTAs at once: dealt out, or in as many splits as there are idle
-    CTAs, if an entry has one block of queries. The arguments are as for `Shares.of`."""
+    CTAs, of at least `least` keys each. The other arguments are as for `Shares.of`."""
     if (shares := Shares.of(spec, heads, blocks, size, ctas)) is not None:
         return shares
-    may_split = blocks == 1 and spec.tokens is None
-    idle = (ctas or 0) // (spec.batch * heads)
-    return Splits(spec.batch, blocks, max(1, min(idle, spec.key_length // (LEAST * size))) if may_split else 1)
+    idle = (ctas or 0) // (spec.batch * heads * blocks)
+    # Of several blocks each has an output to merge, and those of a window have few tiles.
+    is_worth_it = blocks <= 2 or (spec.key_length > 2 * least and None in spec.bounds)
+    may_split = is_worth_it and spec.tokens is None
+    return Splits(spec.batch, blocks, max(1, min(idle, spec.key_length // least)) if may_split else 1)
 
 
 class Split(NamedTuple):
