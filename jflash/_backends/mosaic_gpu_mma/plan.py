@@ -25,10 +25,9 @@ from jflash._backends.nvidia.launch import Kernel
 from jflash._backends.nvidia.packing import packs
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.gradient_sums import ParameterSums, TableSums, wanted_parameters
-from jflash._backends.nvidia.walk import work_items
 from jflash._backends.nvidia.walk.backward_schedule import BackwardSchedule
 from jflash._backends.nvidia.walk.dbias_schedule import DbiasSchedule
-from jflash._backends.nvidia.walk.work_items import Splits
+from jflash._backends.nvidia.walk.work_items import Shares, Splits
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec
 from jflash._tuning import TuningKey
@@ -52,9 +51,12 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
         kernel = "forward, short"
     whole = lambda tile: Splits(spec.batch, pl.cdiv(rows, tile.rows))
     plan = _choose(spec, platform, kernel, lambda tile: kind(spec, tile, whole(tile), packed_heads))
-    size, ctas = plan.tile.size, _ctas(platform, plan.tile.blocks)
-    division = work_items.divide(spec, heads, whole(plan.tile).blocks, size, ctas, _TILES_OF_A_SPLIT * size)
-    cta = PairedForwardCta if plan.tile.paired else cta
+    tile, blocks = plan.tile, whole(plan.tile).blocks
+    shares = Shares.of(spec, heads, blocks, tile.size, _ctas(platform, 1))
+    # A CTA of several blocks of 64 rows takes the room of as many.
+    splits = Splits.of(spec, heads, blocks, _ctas(platform, tile.blocks), _TILES_OF_A_SPLIT * tile.size)
+    division = shares or splits
+    cta = PairedForwardCta if tile.paired else cta
     return Kernel(dataclasses.replace(plan, division=division), cta)
 
 

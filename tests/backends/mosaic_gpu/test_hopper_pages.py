@@ -106,7 +106,14 @@ def test_mask_mod():
 
 @cover(0)
 @pytest.mark.parametrize(
-    ("case", "page_size"), [(DECODING, 16), (PREFILL._replace(offset="end"), 128)], ids=["decoding", "prefill"]
+    ("case", "page_size"),
+    [
+        (DECODING, 16),
+        (PREFILL._replace(offset="end"), 128),
+        (DECODING._replace(dims=(288, 272)), 16),
+        (PREFILL._replace(offset="end", query_length=70, dims=(272, 272)), 64),
+    ],
+    ids=["decoding", "prefill", "decoding, wide heads", "prefill, wide heads"],
 )
 def test_pieces(case: Case, page_size: int):
     """Keys of an entry that several CTAs share, of which one has the end; another entry has a single key.

@@ -1,15 +1,19 @@
 """Work dealt out on the device: lists of items, and the kernels that take them and merge pieces."""
 
+import dataclasses
 import functools
 from typing import Any
 
+import cases
 import hopper_kernels
 import jax
 import jax.numpy as jnp
 import kernel_families
 import numpy as np
+import oracle
 import paged
 import pytest
+from cases import Case
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_families import HOPPER, Family
 from short_run import cover
@@ -116,6 +120,51 @@ def test_calls_that_are_not_dealt_out():
     assert dealt(LONG, 2, mask=jnp.ones((1, 1, 2, 2048 * 16), bool))[-1] is None
     hidden = dealt(LONG, 1, score_mod=lambda s, b, h, q, k: jnp.where(k > 9, s, -jnp.inf))
     assert hidden[-1] is None
+
+
+FEW_ON_MANY = Case("bfloat16", 290, 700, heads=(1, 1), dims=(64, 64), batch=(), causal=True, offset="end", sinks=True)
+SPLIT: dict[str, tuple[Family, Case, dict[str, Any]]] = {
+    "hopper": (HOPPER, FEW_ON_MANY, {}),
+    "hopper, lists": (HOPPER, FEW_ON_MANY, dict(mask_mod=lambda b, h, q, k: (k // 128 % 2 == 0) | (q == k))),
+    "hopper, wide heads": (HOPPER, FEW_ON_MANY._replace(query_length=150, dims=(272, 272)), {}),
+    "mma": (kernel_families.mma("8.0"), FEW_ON_MANY._replace(key_length=1100), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "options"),
+    [pytest.param(*row, marks=[cover(0)] * (name != "mma")) for name, row in SPLIT.items()],
+    ids=SPLIT,
+)
+def test_splits_of_several_blocks(family: Family, case: Case, options: dict[str, Any]):
+    """A few hundred queries on many keys, of which some CTAs see none; the first block of queries may lack rows."""
+    call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None, **options)
+    kernel, _ = family.plans(hopper_kernels.canonical(call)[0], 6)
+    assert kernel.plan.division.each == 2
+    assert kernel.plan.division.blocks >= 3
+    oracle.assert_right(hopper_kernels.run(call, 6, family=family), call)
+
+
+BLOCKS_AND_SPLITS: dict[str, tuple[tuple[int, int, int], dict[str, Any], tuple[int, int]]] = {
+    "one block": ((1, 4096, 8), {}, (16, 16)),
+    "one block, short": ((1, 512, 8), {}, (2, 2)),
+    "a window": ((1, 32768, 8), dict(local_window_size=(1023, 0)), (16, 33)),
+    "several blocks": ((512, 32768, 8), {}, (4, 4)),
+    "causal": ((1024, 1024, 8), dict(is_causal=True), (2, 2)),
+    "several blocks, short": ((512, 512, 8), {}, (1, 1)),
+    "several blocks, a window": ((8192, 8192, 1), dict(local_window_size=(255, 0)), (1, 1)),
+    "as many blocks as multiprocessors": ((2048, 32768, 9), {}, (1, 1)),
+}
+
+
+@pytest.mark.parametrize(("lengths", "options", "splits"), BLOCKS_AND_SPLITS.values(), ids=BLOCKS_AND_SPLITS)
+def test_number_of_splits(lengths: tuple[int, int, int], options: dict[str, Any], splits: tuple[int, int]):
+    """As many as idle multiprocessors can share, on an H200 and an H100 by mma.sync."""
+    queries, keys, heads = lengths
+    query, key = (jnp.zeros((1, length, heads, 128), jnp.bfloat16) for length in (queries, keys))
+    spec, _ = hopper_kernels.canonical_arguments(query=query, key=key, value=key, **options)
+    families = HOPPER, kernel_families.mma("9.0")
+    assert tuple(family.plans(spec, 132)[0].plan.division.each for family in families) == splits
 
 
 LENGTHS = [(3, 18), (1, 1300), (1, 30), (1, 200), (0, 0), (1, 1)]

@@ -57,6 +57,16 @@ class Splits:
     each: int = 1
     """Pieces of a walk, of which each has a CTA; 1 if walks stay whole."""
 
+    @staticmethod
+    def of(spec: Spec, heads: int, blocks: int, ctas: int | None, least: int) -> Splits:
+        """Return as many splits as about `ctas` CTAs at once leave idle, of at least `least` keys each; 1 where that
+        number is not known. Walks are those of `blocks` blocks of queries for each of some `heads`."""
+        idle = (ctas or 0) // (spec.batch * heads * blocks)
+        # Of several blocks each has an output to merge, and those of a window have few tiles.
+        is_worth_it = blocks <= 2 or (spec.key_length > 2 * least and None in spec.bounds)
+        may_split = is_worth_it and spec.tokens is None
+        return Splits(spec.batch, blocks, max(1, min(idle, spec.key_length // least)) if may_split else 1)
+
     @property
     def cuts(self) -> int:
         """The walks that are cut."""
@@ -135,15 +145,9 @@ Division = Splits | Shares
 
 
 def divide(spec: Spec, heads: int, blocks: int, size: int, ctas: int | None, least: int) -> Division:
-    """Return how walks are divided among about `ctas` CTAs at once: dealt out, or in as many splits as there are idle
-    CTAs, of at least `least` keys each. The other arguments are as for `Shares.of`."""
-    if (shares := Shares.of(spec, heads, blocks, size, ctas)) is not None:
-        return shares
-    idle = (ctas or 0) // (spec.batch * heads * blocks)
-    # Of several blocks each has an output to merge, and those of a window have few tiles.
-    is_worth_it = blocks <= 2 or (spec.key_length > 2 * least and None in spec.bounds)
-    may_split = is_worth_it and spec.tokens is None
-    return Splits(spec.batch, blocks, max(1, min(idle, spec.key_length // least)) if may_split else 1)
+    """Return how walks are divided among about `ctas` CTAs at once: dealt out, or in splits. The arguments are as for
+    `Shares.of` and `Splits.of`."""
+    return Shares.of(spec, heads, blocks, size, ctas) or Splits.of(spec, heads, blocks, ctas, least)
 
 
 class Split(NamedTuple):
