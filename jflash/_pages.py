@@ -101,13 +101,14 @@ def named(kv_pages: Any) -> dict[str, Any]:
     return {f"kv_pages[{index}]": array for index, array in enumerate(kv_pages)}
 
 
-def layout(named: Mapping[str, Any], beside: str, array: Any) -> Pages:
+def layout(named: Mapping[str, Any], beside: str, array: Any, *, is_latent: bool = False) -> Pages:
     """Return the layout of some arrays of pages.
 
     Args:
       named: by their names for messages, one array of both, or one of keys and one of values.
       beside: the name of the array of queries, or of new keys, that they go with.
       array: that array.
+      is_latent: whether the rows of one array are keys and values both, and have no head for values.
 
     Raises:
       ValueError, TypeError: if they are none, or do not go with each other or with that array.
@@ -129,7 +130,8 @@ def layout(named: Mapping[str, Any], beside: str, array: Any) -> Pages:
         raise ValueError(
             f"`{beside}` and `{first}` must have the same head dimension. Got H={head_dim} and H={key.shape[3]}."
         )
-    if not others and key.shape[2] % 2 != 0:
+    interleaved = not others and not is_latent
+    if interleaved and key.shape[2] % 2 != 0:
         raise ValueError(
             f"`{first}` must have a key and a value for each head where it has both: (P, page_size, 2 K, H). "
             f"Got {key.shape}."
@@ -142,7 +144,7 @@ def layout(named: Mapping[str, Any], beside: str, array: Any) -> Pages:
                 f"`{first}` and `{name}` of a paged cache must have the same pages and heads. "
                 f"Got [P, page_size, K]={list(key.shape[:3])} and {list(value.shape[:3])}."
             )
-    return Pages(size=key.shape[1], dtype=np.dtype(key.dtype), interleaved=not others)
+    return Pages(size=key.shape[1], dtype=np.dtype(key.dtype), interleaved=interleaved)
 
 
 def key_heads(pages: Pages, key: Any) -> int:

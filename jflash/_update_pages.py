@@ -17,6 +17,7 @@ from jflash._semantics.dtypes import widened
 from jflash._semantics.spec import Pages
 
 Both = Float[Array, "P page_size 2*K H"]
+Latent = Float[Array, "P page_size K H"]
 Pair = tuple[Float[Array, "P page_size K H"], Float[Array, "P page_size K D"]]
 
 
@@ -46,10 +47,22 @@ def update_pages(
     k_scale: PageScale | None = None,
     v_scale: PageScale | None = None,
 ) -> Pair: ...
+@overload
+def update_pages(
+    kv_pages: Latent,
+    keys: Float[Array, "*tokens K H"],
+    values: None,
+    kv_lens: Int[Array, "*seqs"],
+    page_indices: Int[Array, "*seqs pages"],
+    cu_q_lens: Int[Array, "seqs+1"] | None = None,
+    num_seqs: Int[Array, "1"] | None = None,
+    *,
+    k_scale: PageScale | None = None,
+) -> Latent: ...
 def update_pages(
     kv_pages: Any,
     keys: Float[Array, "*tokens K H"],
-    values: Float[Array, "*tokens K D"],
+    values: Float[Array, "*tokens K D"] | None,
     kv_lens: Int[Array, "*seqs"],
     page_indices: Int[Array, "*seqs pages"],
     cu_q_lens: Int[Array, "seqs+1"] | None = None,
@@ -66,10 +79,11 @@ def update_pages(
 
     Args:
       kv_pages: as for `ragged_paged_attention`: `[P, page_size, 2 K, H]`, heads key 0, value 0, key 1, value 1, ...; or
-        the pair `[P, page_size, K, H]`, `[P, page_size, K, D]`. In the dtype of `keys`, or in int8, float8_e4m3fn or
-        float8_e5m2: then numbers are divided by the scale, rounded, and kept within what the dtype can hold.
+        the pair `[P, page_size, K, H]`, `[P, page_size, K, D]`; or of a latent cache, whose rows are keys and values
+        both, `[P, page_size, K, H]`. In the dtype of `keys`, or in int8, float8_e4m3fn or float8_e5m2: then numbers are
+        divided by the scale, rounded, and kept within what the dtype can hold.
       keys: `[tokens, K, H]`, one sequence after the other; or, without `cu_q_lens`, `[*B, T, K, H]`.
-      values: `[tokens, K, D]`, or `[*B, T, K, D]`, same dtype.
+      values: `[tokens, K, D]`, or `[*B, T, K, D]`, same dtype; `None` for a latent cache.
       kv_lens: integer `[max_num_seqs]`, or `[*B]`; how many keys each sequence has with those of this step, which are
         the last.
       page_indices: integer `[max_num_seqs, pages]`, or `[*B, pages]`; the pages of each sequence, in order.
@@ -112,23 +126,33 @@ def update_pages(
     else:
         batch = _of_one_length(keys, kv_lens, page_indices)
     caches = tuple(map(jnp.asarray, _pages.named(kv_pages).values()))
-    new = tuple(jnp.asarray(array).reshape(-1, *array.shape[-2:]) for array in (keys, values))
-    updated = _update(pages, caches, new, batch.in_32_bits(), (k_scale, v_scale))
-    return updated[0] if pages.interleaved else updated
+    given = (keys, k_scale), (values, v_scale)
+    new = tuple(
+        (jnp.asarray(array).reshape(-1, *array.shape[-2:]), scale) for array, scale in given if array is not None
+    )
+    updated = _update(pages, caches, new, batch.in_32_bits())
+    return updated[0] if len(updated) == 1 else updated
 
 
 def _check(kv_pages: Any, keys: Any, values: Any, k_scale: Any, v_scale: Any) -> Pages:
     """Check that keys, values and scales go with the pages, and return their layout."""
     dtypes = (*_arguments.DTYPES, *_pages.NARROW_DTYPES)
     _arguments.heads("keys", keys, "tokens, K, H", dtypes)
-    _arguments.heads("values", values, "tokens, K, D", dtypes)
     named = _pages.named(kv_pages)
-    pages = _pages.layout(named, "keys", keys)
+    pages = _pages.layout(named, "keys", keys, is_latent=values is None)
     key, *others = named.values()
     heads, value = _pages.key_heads(pages, key), others[0] if others else key
-    if values.dtype != keys.dtype:
-        raise TypeError(f"`keys` and `values` must have the same dtype. Got {keys.dtype} and {values.dtype}.")
-    for name, array, width in (("keys", keys, key.shape[3]), ("values", values, value.shape[3])):
+    new = [("keys", keys, key.shape[3])]
+    if values is not None:
+        _arguments.heads("values", values, "tokens, K, D", dtypes)
+        new.append(("values", values, value.shape[3]))
+        if values.dtype != keys.dtype:
+            raise TypeError(f"`keys` and `values` must have the same dtype. Got {keys.dtype} and {values.dtype}.")
+    elif others:
+        raise ValueError("`values` must be given with a pair of pages. Got None.")
+    elif v_scale is not None:
+        raise ValueError("`v_scale` scales values. Got it with `values=None`.")
+    for name, array, width in new:
         wanted = (*keys.shape[:-2], heads, width)
         if array.shape != wanted:
             raise ValueError(f"`{name}` must have the shape {wanted}, for these pages. Got {array.shape}.")
@@ -159,18 +183,19 @@ def _of_one_length(keys: Any, kv_lens: Any, page_indices: Any) -> Ragged:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _update(
-    pages: Pages, caches: tuple[Array, ...], new: tuple[Array, Array], batch: Ragged, scales: tuple[Any, Any]
+    pages: Pages, caches: tuple[Array, ...], new: tuple[tuple[Array, Any], ...], batch: Ragged
 ) -> tuple[Array, ...]:
-    """Write each token to its row of the pages. One without a place goes past the last row, and is dropped."""
+    """Write each token to its row of the pages, from arrays with what divides them. One without a place goes past the
+    last row, and is dropped."""
     count, width = caches[0].shape[0], batch.page_indices.shape[1]
     if width == 0 or len(batch.kv_lens) == 0:
         return caches
-    own = batch.tokens(len(new[0]))
+    own = batch.tokens(len(new[0][0]))
     page = batch.page_indices[own.sequence, jnp.clip(own.position // pages.size, 0, width - 1)]
     fits = own.is_one & (own.position >= 0) & (own.position < width * pages.size) & (page >= 0) & (page < count)
     row = jnp.where(fits, page * pages.size + own.position % pages.size, count * pages.size)
     page = jnp.where(fits, page, 0)
-    rows = [_quantized(array, scale, page, pages.dtype) for array, scale in zip(new, scales, strict=True)]
+    rows = [_quantized(array, scale, page, pages.dtype) for array, scale in new]
     if pages.interleaved:
         rows = [jnp.stack(rows, axis=2).reshape(len(row), *caches[0].shape[2:])]
     flat = [cache.reshape(-1, *cache.shape[2:]) for cache in caches]

@@ -52,6 +52,13 @@ def test_ragged(interleaved: bool, dtype: str):
         np.testing.assert_array_equal(one, other)
 
 
+def test_latent():
+    """Rows that are keys and values both are one array, without a head for values."""
+    cache, new = normal(0, PAGES, PAGE_SIZE, 1, H), normal(1, TOKENS, 1, H)
+    want = expected(cache, new)
+    np.testing.assert_array_equal(jflash.update_pages(cache, new, None, **BATCH), want)
+
+
 @pytest.mark.parametrize("axes", [(), (3,), (2, 2)], ids=str)
 def test_as_many_tokens_of_each(axes: tuple[int, ...]):
     """A batch stores as many tokens of each sequence; values have another width than keys."""
@@ -164,6 +171,10 @@ ints = functools.partial(np.zeros, dtype=np.int32)
         (TypeError, "`keys` and `values` must have the same dtype", dict(values=GOOD["values"].astype(np.float16))),
         (ValueError, r"`values` must have the shape \(16, 2, 6\)", dict(values=np.zeros((TOKENS, K, H), np.float32))),
         (ValueError, r"`keys` must have the shape \(16, 2, 8\)", dict(keys=np.zeros((TOKENS, 1, H), np.float32))),
+        (ValueError, "`values` must be given with a pair of pages. Got None", dict(values=None)),
+        (ValueError, "`v_scale` scales values. Got it with `values=None`", dict(
+            kv_pages=GOOD["kv_pages"][0], values=None, v_scale=2.0,
+        )),
         (ValueError, "must be given together", dict(num_seqs=None)),
         (ValueError, r"`keys` must have the shape \(tokens, K, H\) with `cu_q_lens`", dict(
             keys=np.zeros((2, 8, K, H), np.float32), values=np.zeros((2, 8, K, D), np.float32)

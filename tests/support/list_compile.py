@@ -52,6 +52,11 @@ def layers(query: jax.Array, *cache: jax.Array) -> jax.Array:
     return functools.reduce(lambda query, _: decoding(query, *cache), range(3), query)
 
 
+def latent(query: jax.Array, cache: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+    """A latent cache whose rows are keys and, without their last columns, values: nothing copies it."""
+    return decoding(query, cache, cache, table, lengths)[..., :512]
+
+
 def ragged(query: jax.Array, keys: jax.Array, values: jax.Array, *batch: jax.Array) -> jax.Array:
     """Blocks of the tokens of several sequences, dealt out."""
     return jflash.ragged_paged_attention(query, (keys, values), *batch, implementation="mosaic_gpu")
@@ -83,6 +88,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "ragged": (ragged, RAGGED),
     "ragged with sinks": (with_sinks, [*RAGGED, ((32,), jnp.float32)]),
     "decoding": (decoding, DECODING),
+    "latent": (
+        latent,
+        [((64, 1, 128, 576), BFLOAT16), ((64 * 64, 64, 1, 576), BFLOAT16), ((64, 64), INT32), ((64,), INT32)],
+    ),
     "layers": (layers, [((61, 1, 32, 128), BFLOAT16), PAGES, PAGES, ((61, 256), INT32), ((61,), INT32)]),
 }
 
