@@ -66,7 +66,7 @@ def merged(shape: ForwardShape, call: Prepared, made: dict[str, Array]) -> dict[
     grid = dict(cut=shape.division.cuts, head=shape.heads, row=blocks, column=pl.cdiv(columns, _COLUMNS))
     # The forward has stored what was not cut.
     stored = {name: made[name] for name in shape.results if name in made}
-    # Enough warpgroups to load the pieces of an average walk at once.
+    # Each has pieces of an average walk to load together; one with few would load its last piece again and again.
     warpgroups = min(max(shape.division.pieces // (shape.division.cuts * _TOGETHER), 1), _MOST_WARPGROUPS)
     launch = Launch(
         name=f"jflash_merge_{shape.spec.value_dim}",
