@@ -81,7 +81,7 @@ def left_after_all(done: list[tuple[int, str, int]]) -> list[int]:
 def test_every_turn_is_taken(
     monkeypatch: pytest.MonkeyPatch, dim: int, query_length: int, key_length: int, options: dict
 ):
-    """One CTA takes all blocks of queries, one after the other."""
+    """One CTA takes all blocks of queries, one after the other: with one processor keys are not split."""
     every = lambda one: dict(items_per_cta=one.blocks * one.batch, pairs=one.batch)
     one_cta = lambda one, *_: Choice(dataclasses.replace(one, **every(one)), 0.0)
     monkeypatch.setattr(forward_schedule, "choose", one_cta)
@@ -90,5 +90,5 @@ def test_every_turn_is_taken(
     done: list[tuple[int, str, int]] = []
     family = HOPPER._replace(interpreter=lambda parameters: Recorder(parameters, done=done))
     with _tuning.trying({_tuning.TuningKey("mosaic_gpu forward", (dim, dim, 0, "long")): TILES[dim]}):
-        oracle.assert_right(hopper_kernels.run(call, family=family), call)
+        oracle.assert_right(hopper_kernels.run(call, 1, family=family), call)
     assert left_after_all(done) == [1, 0, 0]
