@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import unittest.mock
 from pathlib import Path
 
 os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
@@ -29,7 +30,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jflash import _sharding, _tuning
 from jflash._backends.mosaic_gpu import plan, run, tangent_kernel
 from jflash._backends.mosaic_gpu.ops import HOPPER
-from jflash._semantics.spec import Operands, Residuals, Results
+from jflash._backends.nvidia.walk.work_items import Splits
+from jflash._semantics.spec import Operands, Residuals, Results, Spec
 
 DIRECTORY = Path(sys.argv[1])
 bfloat16, float32 = jnp.bfloat16, jnp.float32
@@ -184,7 +186,8 @@ ODD = {
 }
 """Cases that are also compiled for this many tokens, a number that 8 does not divide."""
 SHARED = ("d128 causal",)
-"""Cases whose backward is compiled for 132 processors too, where CTAs share the queries of a block of keys."""
+"""Cases that are compiled for 132 processors too, where CTAs share the queries of a block of keys, and the keys of a
+block of queries."""
 WITHOUT_SHARES = 64
 """As many processors as the backward has blocks of 128 keys in a case."""
 SPLIT = ("d64", "soft cap")
@@ -243,8 +246,8 @@ def main() -> None:
             kernels, _ = compiled(name, sharding, {}, processors=1, length=SHORT[name])
             reports |= {f"{name}, a CTA for a head: {kernel}": report for kernel, report in kernels.items()}
         if name in SHARED:
-            kernels, _ = compiled(name, sharding, {}, of_backward=132)
-            reports |= {f"{name}, shared queries: {kernel}": report for kernel, report in kernels.items()}
+            kernels, _ = compiled(name, sharding, {}, shares=True)
+            reports |= {f"{name}, shared: {kernel}": report for kernel, report in kernels.items()}
         if name in ODD:
             kernels, _ = compiled(name, sharding, {}, length=ODD[name])
             reports |= {f"{name}, odd: {kernel}": report for kernel, report in kernels.items()}
@@ -276,9 +279,11 @@ def compiled(
     answers: dict,
     processors: int = 132,
     length: int = LENGTH,
-    of_backward: int = WITHOUT_SHARES,
+    *,
+    shares: bool = False,
 ) -> tuple[dict, dict]:
-    """What ptxas says of each kernel of a case, with these tiles; and which others there are."""
+    """What ptxas says of each kernel of a case, with these tiles; and which others there are. Blocks stay whole, as
+    those of calls that fill a device, unless CTAs share them."""
     head_dim, value_dim, options, arrays = CASES[name]
     operands = float32 if name in FLOAT32 else bfloat16
     array = lambda shape, dtype=operands: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -289,7 +294,9 @@ def compiled(
         spec = dataclasses.replace(spec, partial=name in PARTIAL)
 
         def forward(operands):
-            return Results(*run.forward(plan.plan_forward(spec.resized(operands), processors), operands, HOPPER))
+            with unittest.mock.patch.object(Splits, "of", Splits.of if shares else whole_walks):
+                found = plan.plan_forward(spec.resized(operands), processors)
+            return Results(*run.forward(found, operands, HOPPER))
 
         def tangent(operands, results):
             moving = tangent_kernel.MOVING & spec.operands
@@ -301,7 +308,7 @@ def compiled(
 
         def backward(operands, residuals):
             family = kernel_families.TWO_KERNELS if name in TWO_KERNELS else kernel_families.HOPPER
-            _, found = family.plans(spec.resized(operands), min(processors, of_backward))
+            _, found = family.plans(spec.resized(operands), processors if shares else min(processors, WITHOUT_SHARES))
             return run.backward(found, operands, residuals, HOPPER)
 
         def over_devices(function, *args):
@@ -321,6 +328,11 @@ def compiled(
             {argument: array(*type_) for argument, type_ in arrays.items()},
         ).compile()
     return reported(), trial.asked
+
+
+def whole_walks(spec: Spec, heads: int, blocks: int, *_: object) -> Splits:
+    """Return what `Splits.of` returns where no multiprocessor is idle."""
+    return Splits(spec.batch, blocks)
 
 
 def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedSharding, length: int = 4 * LENGTH) -> dict:
