@@ -130,8 +130,7 @@ class WideForwardCta(ForwardCta):
 
     def _item(self, index: Any, before: Any) -> _Item:
         plan = self.plan
-        place = self.place(index) if self.dealt is None else self.place_of(*self.dealt.place(index))
-        batch, head, number = place
+        batch, head, number = self.place(index) if self.dealt is None else self.place_of(*self.dealt.place(index))
         block = 2 * number + lax.axis_index(PAIR) if plan.in_pairs else number
         # Not `number`, with which ptxas spills 20 bytes more.
         tiles = self.visited(Place(batch, head, lax.div(block, 2) if plan.in_pairs else block))

@@ -52,10 +52,10 @@ def plan_forward(spec: Spec, platform: Platform) -> Kernel[ForwardPlan]:
     whole = lambda tile: Splits(spec.batch, pl.cdiv(rows, tile.rows))
     plan = _choose(spec, platform, kernel, lambda tile: kind(spec, tile, whole(tile), packed_heads))
     tile, blocks = plan.tile, whole(plan.tile).blocks
+    # Of splits, a CTA of several blocks of 64 rows takes the room of as many.
+    ctas, least = _ctas(platform, tile.blocks), _TILES_OF_A_SPLIT * tile.size
     shares = Shares.of(spec, heads, blocks, tile.size, _ctas(platform, 1))
-    # A CTA of several blocks of 64 rows takes the room of as many.
-    splits = Splits.of(spec, heads, blocks, _ctas(platform, tile.blocks), _TILES_OF_A_SPLIT * tile.size)
-    division = shares or splits
+    division = shares or Splits.of(spec, heads, blocks, ctas, least)
     cta = PairedForwardCta if tile.paired else cta
     return Kernel(dataclasses.replace(plan, division=division), cta)
 

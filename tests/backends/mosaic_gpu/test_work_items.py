@@ -138,7 +138,7 @@ SPLIT: dict[str, tuple[Family, Case, dict[str, Any]]] = {
 )
 def test_splits_of_several_blocks(family: Family, case: Case, options: dict[str, Any]):
     """A few hundred queries on many keys, of which some CTAs see none; the first block of queries may lack rows."""
-    call = dataclasses.replace(cases.build(case), d_out=None, d_lse=None, **options)
+    call = dataclasses.replace(cases.of_forward(cases.build(case)), **options)
     kernel, _ = family.plans(hopper_kernels.canonical(call)[0], 6)
     assert kernel.plan.division.each == 2
     assert kernel.plan.division.blocks >= 3
