@@ -249,16 +249,18 @@ def _batch(
     size = next(array.shape[0] for array, m in zip(arrays, mapped, strict=True) if m)
     if size == 0:
         return [jnp.zeros((0, *result.shape), result.dtype) for result in types], [0] * len(types)
-    batch = max(array.shape[0] for array in single)
     # Places are those within an argument: an operand and its tangent have the same.
     places = [path[1:] for path, _ in jax.tree.leaves_with_path(tree.unflatten(single))]
+    joined = frozenset() if operation.tokens is None else tokens.JOINED
+    shapes = {getattr(place[0], "name", ""): array.shape for place, array in zip(places, single, strict=True)}
+    batch = max(shape[0] for name, shape in shapes.items() if name not in joined)
     spread = {place for place, m in zip(places, mapped, strict=True) if m}
 
     def fold(place: Any, array: Array, mapped: bool) -> Array:
         name = getattr(place[0], "name", "")
-        if operation.tokens is not None and name in tokens.JOINED:
+        if name in joined:
             each = jnp.broadcast_to(array if mapped else array[None], (size, *array.shape[mapped:]))
-            return tokens.joined(name, each, operation.tokens)
+            return tokens.joined(name, each, shapes)
         is_summed = operation.sums and jnp.issubdtype(array.dtype, jnp.inexact) and name not in _WITHOUT_GRADIENT
         whole = place in spread or name in operation.own or is_summed
         if not whole and array.shape[0] == 1:

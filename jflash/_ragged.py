@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -77,15 +78,21 @@ class Ragged(NamedTuple):
         first_blocks = starts // rows + spare * jnp.arange(len(starts))
         most = tokens // rows + spare * len(starts)
         # A multiple of 16, so that a backend can take several at a time.
-        block = jnp.arange(most if most < 16 else -(-most // 16) * 16, dtype=jnp.int32)
-        stretch = count_up_to(first_blocks, block) - 1
-        stop = stops[stretch]
-        start = jnp.minimum(starts[stretch] + (block - first_blocks[stretch]) * rows, stop)
+        most = most if most < 16 else -(-most // 16) * 16
+        next_blocks = jnp.append(first_blocks[1:], most)
+        sequence = jnp.clip(jnp.arange(-1, seqs + 1, dtype=jnp.int32), 0, seqs - 1)
+        kv_lens = jnp.pad(jnp.where(jnp.arange(seqs) < self.num_seqs, self.kv_lens, 0), 1)
+
+        of_stretch = first_blocks, next_blocks, starts, stops, sequence, kv_lens
+        first_block, next_block, first, stop, sequence, kv_len = (numbers[None] for numbers in of_stretch)
+        block = jnp.arange(most, dtype=jnp.int32)[:, None]
+        start = jnp.minimum(first + (block - first_block) * rows, stop)
         count = jnp.minimum(stop - start, rows)
-        sequence = jnp.clip(stretch - 1, 0, seqs - 1)
-        is_one = (stretch == sequence + 1) & (sequence < self.num_seqs) & (count > 0)
-        keys = jnp.where(is_one, self.kv_lens[sequence], 0)
-        return Blocks(sequence=sequence, start=start, tokens=count, position=keys - (stop - start), keys=keys)
+        keys = jnp.where(count > 0, kv_len, 0)
+        is_own = (first_block <= block) & (block < next_block)
+        # XLA makes one kernel of sums over all stretches, of which one is the block's, and three of looking it up.
+        of_own = lambda numbers: jnp.sum(jnp.where(is_own, numbers, 0), axis=1, dtype=jnp.int32)
+        return jax.tree.map(of_own, Blocks(sequence, start, count, keys - (stop - start), keys))
 
 
 class Tokens(NamedTuple):

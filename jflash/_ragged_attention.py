@@ -211,7 +211,7 @@ def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
     rows = min(_MOST_ROWS, 2 ** (-(-tokens // seqs) - 1).bit_length())
     blocks = batch.blocks(tokens, rows)
     spec, operands, _ = _canonical.canonicalize(
-        # Of the queries nothing but the shape is asked: they are those of all blocks together.
+        # Of queries and page table nothing but the shape is asked: blocks have them together.
         query=jnp.zeros((len(blocks.start), rows, *q.shape[1:]), q.dtype),
         key=key,
         value=value[0] if value else None,
@@ -219,7 +219,7 @@ def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
         is_causal=static.causal,
         local_window_size=static.window,
         logits_soft_cap=static.soft_cap,
-        page_table=batch.page_indices[blocks.sequence],
+        page_table=jnp.zeros((len(blocks.start), batch.page_indices.shape[1]), jnp.int32),
         query_seq_lengths=blocks.tokens,
         key_value_seq_lengths=blocks.keys,
         query_offset=blocks.position,
@@ -227,7 +227,8 @@ def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
         v_scale=arrays["v_scale"],
         sinks=arrays["sinks"],
     )
-    operands = operands._replace(query=q[None], query_starts=blocks.start)
+    of_all = dict(query=q[None], page_table=batch.page_indices)
+    operands = operands._replace(**of_all, query_starts=blocks.start, table_rows=blocks.sequence)
     spec = dataclasses.replace(spec, **shape_facts(operands, spec.pages, rows))
     choice = _dispatch.select(spec, static.names, _platform.lowering_targets(jax.tree.leaves(operands)))
     out, lse = _autodiff.attend(choice, spec, operands, _autodiff.RESIDUAL_CHECKPOINT_NAMES)

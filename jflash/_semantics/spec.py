@@ -82,7 +82,10 @@ class Operands(NamedTuple):
     """How much of each tile of the whole sequences `mask_mod` shows, and `score_mod` does not hide, as
     `Coverage.encoded`; `None`: not known."""
     page_table: Int32[Array, "#B pages"] | None = None
-    """The page that holds each entry's next `Pages.size` keys; past its length, anything."""
+    """The page that holds each entry's next `Pages.size` keys; past its length, anything. In a call with
+    `Spec.tokens` several entries may have the same row (`table_rows`)."""
+    table_rows: Int32[Array, "B"] | None = None
+    """The row of `page_table` that has an entry's pages, in a call with `Spec.tokens`."""
     k_scale: Float[Array, "#B #P #K"] | None = None
     """The factor of the keys of each page and key head, in the accumulator's dtype."""
     v_scale: Float[Array, "#B #P #K"] | None = None

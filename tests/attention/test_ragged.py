@@ -117,15 +117,20 @@ def test_heads_over_devices(serving: str, axis_type: AxisType):
 
 
 @pytest.mark.parametrize(
-    "mapped", [("q",), pytest.param(("q", "kv_lens", "cu_q_lens"), marks=cover(0))], ids=["queries", "steps"]
+    "mapped",
+    [("q",), pytest.param(("q", "kv_lens", "page_indices", "cu_q_lens"), marks=cover(0))],
+    ids=["queries", "steps"],
 )
 def test_several_steps_by_vmap(serving: str, mapped: tuple[str, ...]):
     """Each as if it were alone: their tokens become one array, in which blocks of each step have their places."""
     steps = [paged.ragged(MIXED, 16, seed=seed).arguments for seed in range(3)]
     if "kv_lens" in mapped:
-        # Another step: a token of no sequence before the first, and one of its own less for the first.
+        # Another step: a token of no sequence before the first, one of its own less for the first, and the full pages
+        # of the second the other way round.
         steps[1] = steps[0] | dict(q=steps[1]["q"], cu_q_lens=np.maximum(steps[0]["cu_q_lens"], 1))
         steps[1]["kv_lens"] = steps[0]["kv_lens"] - (np.arange(len(steps[0]["kv_lens"])) == 0)
+        steps[1]["page_indices"] = steps[0]["page_indices"].copy()
+        steps[1]["page_indices"][1, :8] = steps[0]["page_indices"][1, 7::-1]
     shared = {name: array for name, array in steps[0].items() if name not in mapped}
     each = [{name: step[name] if name in mapped else steps[0][name] for name in step} for step in steps[:2]]
     attend = lambda some: run(serving, {**shared, **some})

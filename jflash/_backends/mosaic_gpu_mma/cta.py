@@ -252,12 +252,12 @@ class QueriesCta[Plan: TiledPlan](Cta[Plan]):
 
     def copy_page_numbers(self, index: Any) -> None:
         """Begin to copy the numbers of the pages of a tile: they are read when the copies of its keys begin."""
-        pages, table = self.plan.spec.pages, self.refs.arrays["page_table"]
+        pages, table = self.plan.spec.pages, self.refs.arrays[cache_rows.TABLE]
         assert pages is not None
         # The numbers that are copied past the last tile are not read.
         first = lax.div(self.tiles.start(jnp.clip(index, 0, jnp.maximum(self.tiles.count - 1, 0))), pages.size)
-        entry = 0 if table.shape[0] == 1 else self.batch
-        self.ops.copy_page_numbers(table.at[entry], self.page_numbers(index), first)
+        row = cache_rows.table_row(self.refs.arrays, self.batch)
+        self.ops.copy_page_numbers(table.at[row], self.page_numbers(index), first)
 
     def copy_next(self, index: Any, names: Sequence[str] = ("key", "value")) -> None:
         """Begin to copy a tile of keys and values, or one of both, if there is such a tile."""

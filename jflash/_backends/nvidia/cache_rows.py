@@ -5,12 +5,14 @@ Kernels read the cache where it lies: a padded or converted copy of it would tak
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile.inputs import KernelInputs, shared_index
 from jflash._semantics.spec import Spec
@@ -51,6 +53,13 @@ def alignment(spec: Spec, keys: int) -> int:
     return 1 if spec.pages is None else min(keys, spec.pages.size)
 
 
+def table_row(refs: Mapping[str, Ref], batch: Any) -> Any:
+    """Return the row of the page table that has a batch entry's pages."""
+    if "table_rows" in refs:
+        return refs["table_rows"][batch]
+    return shared_index(refs[TABLE], batch, None)[0]
+
+
 class Part(NamedTuple):
     """Neighbouring keys of a tile that lie in one page, or in an array."""
 
@@ -68,7 +77,7 @@ def parts_of_tile(inputs: KernelInputs, batch: Any, first: Any, keys: int, lengt
     if pages is None:
         return [Part(jnp.where(first < length, first, rows), keys)]
     table = inputs.refs[TABLE]
-    entry, last = shared_index(table, batch, None)[0], table.shape[1] - 1
+    entry, last = table_row(inputs.refs, batch), table.shape[1] - 1
     number, count = lax.div(first, pages.size), parts(inputs.spec, keys)
     size = keys // count
     first_row = first - number * pages.size if count == 1 else 0

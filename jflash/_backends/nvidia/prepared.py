@@ -53,7 +53,7 @@ def operands_for_kernels(spec: Spec, operands: Operands, *, except_bias: bool = 
     """
     prepared: dict[str, Array] = {}
     scalars = *PARAMETERS, "sinks", "query_offset", "query_starts", "query_lengths", "key_lengths"
-    of_pages = "page_table", *cache_rows.SCALES.values()
+    of_pages = "page_table", "table_rows", *cache_rows.SCALES.values()
     counted = spec.score_mod is not None or spec.mask_mod is not None or spec.dropout_rate > 0
     indices = ("batch_index", "head_index", "first_query", "first_key") if counted else ()
     segments = "query_segments", "key_segments"

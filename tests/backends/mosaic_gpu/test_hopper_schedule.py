@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hopper_schedules import last, spec
 from short_run import cover
@@ -36,16 +37,18 @@ def every_cta_has_an_item(schedule: ForwardSchedule) -> bool:
 @pytest.mark.parametrize("schedule", [*filter(every_cta_has_an_item, LISTS)], ids=str)
 def test_every_block_is_an_item_of_one_cta(schedule: ForwardSchedule):
     """Also where lists have pairs of several heads, and some one less, but an item for each CTA."""
+    in_turn = lambda index, visited: jnp.where(index == visited, visited + 1, -1)
+
+    def of_cta(place: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        cta = CtaPlace(*place)
+        items = [jnp.stack(schedule.item(cta, jnp.int32(index))) for index in range(schedule.items_per_cta)]
+        return schedule.each(cta, in_turn), items
+
+    places = [*itertools.product(*map(range, schedule.grid))]
+    counts, items = jax.jit(jax.vmap(of_cta))(jnp.array(places, jnp.int32))
     everything = []
-    for place in itertools.product(*map(range, schedule.grid)):
-        cta, taken = CtaPlace(*place), []
-
-        def take(index, carry, cta=cta, taken=taken):
-            taken.append(tuple(map(int, schedule.item(cta, index))))
-            return carry
-
-        with jax.disable_jit():
-            schedule.each(cta, take)
+    for cta, count in enumerate(np.asarray(counts)):
+        taken = [tuple(map(int, item[cta])) for item in map(np.asarray, items[:count])]
         assert schedule.staggered or taken == sorted(taken, key=lambda place: (place[1], place[0], place[2]))
         assert taken
         everything += taken
