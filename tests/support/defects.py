@@ -406,7 +406,7 @@ DEFECTS = [
     Defect(
         "Tokens of several steps have the places of one's",
         "joined",
-        "each + tokens * jnp.arange",
+        "each + rows * jnp.arange",
         "each + 0 * jnp.arange",
         "tests/attention/test_ragged.py",
     ),

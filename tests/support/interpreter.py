@@ -94,23 +94,24 @@ class CommonInterpreter(Ops):
             return
         (height, width), (length, dim), first = values.shape, target.shape, jnp.asarray(first)
         assert not isinstance(limit, int) or limit <= length
+        count = jnp.maximum(jnp.minimum(limit, length) - first, 0)
+        is_whole = count >= height
 
         def store(column: int) -> None:
-            # These rows and columns alone: other warpgroups store others. At the array's end, eight at a time.
-            def some(number: int, size: int) -> None:
-                start = jnp.minimum(first + number, length - size)
-                own = target.at[pl.ds(start, size), pl.ds(column, min(width, dim - column))]
-                rows = first + number + jnp.arange(size)
-                rows = jnp.where(rows < limit, rows - start, size)
-                given = values[number : number + size, : own.shape[1]].astype(target.dtype)
-                own[...] = own[...].at[rows].set(given, mode="drop")
+            # These rows and columns alone: others store the others. At the end eight rows at a time, then one.
+            own = pl.ds(column, min(width, dim - column))
+            given = values[:, : own.size].astype(target.dtype)
 
-            is_inside = first + height <= length
+            def some(number: Any, size: int) -> None:
+                target.at[pl.ds(first + number, size), own][...] = lax.dynamic_slice_in_dim(given, number, size)
+
             if height <= length:
-                pl.when(is_inside)(functools.partial(some, 0, height))
+                pl.when(is_whole)(functools.partial(some, 0, height))
             for number in range(0, height, 8):
-                is_there = ~is_inside & (first + number < limit)
-                pl.when(is_there)(functools.partial(some, number, min(8, length)))
+                if number + 8 <= length:
+                    pl.when(~is_whole & (number + 8 <= count))(functools.partial(some, number, 8))
+            rest = jnp.where(is_whole, height, count)
+            lax.fori_loop(rest // 8 * 8, rest, lambda number, _: some(number, 1), None)
 
         for column in range(0, dim, width):
             if columns is None:

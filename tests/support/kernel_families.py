@@ -16,7 +16,7 @@ from jflash._backends.mosaic_gpu import run as hopper_call
 from jflash._backends.mosaic_gpu.ops import HOPPER as HOPPER_OPS
 from jflash._backends.mosaic_gpu_mma import plan as mma_plan
 from jflash._backends.mosaic_gpu_mma import run as mma_call
-from jflash._backends.mosaic_gpu_mma.ops import MMA as MMA_OPS
+from jflash._backends.mosaic_gpu_mma.cta import MMA as MMA_OPS
 from jflash._backends.nvidia.launch import Kernel
 from jflash._platform import Platform
 from jflash._semantics.spec import Spec

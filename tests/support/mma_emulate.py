@@ -34,7 +34,7 @@ from kernel_families import mma
 from mma_compile import DIRECTORY, Device, on_device, sharding
 
 from jflash._backends.mosaic_gpu_mma import plan
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import MmaOps
 from jflash._backends.nvidia import smem
 from jflash._backends.nvidia.launch import Launch, Refs
 from jflash._platform import Platform

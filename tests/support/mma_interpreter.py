@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import MmaOps
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import STEP, STEPS_OF_PIECES, Chosen, Operand, Tiles, Transposed
 from jflash._backends.nvidia.ops import Ref

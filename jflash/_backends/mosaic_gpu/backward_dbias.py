@@ -29,10 +29,10 @@ from jflash._backends.mosaic_gpu import piece_products, pipeline, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.pipeline import GmemTile
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.smem import CallTiles
 from jflash._backends.mosaic_gpu.tiles import RowTiles
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs, cta_index
 from jflash._backends.nvidia.ops import Ref, along_rows
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up

@@ -39,8 +39,8 @@ from jflash._backends.mosaic_gpu.backward_wide_plan import WidePlan
 from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
 from jflash._backends.mosaic_gpu.cta import WalkingCta
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.pipeline import GmemTile
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs, cta_index
 from jflash._backends.nvidia.ops import Tile, along_columns, along_rows

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu import pipeline, smem
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
+from jflash._backends.mosaic_gpu.pipeline import GmemTile
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.ops import Ref, along_columns
 from jflash._backends.nvidia.prepared import MARGIN

@@ -19,9 +19,9 @@ from jaxtyping import Array
 from jflash._backends.mosaic_gpu import pipeline, row_statistics, smem
 from jflash._backends.mosaic_gpu.array_shapes import tile_dims, whole_dims, whole_rows
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.pipeline import GmemTile, TmaInputs
 from jflash._backends.mosaic_gpu.run import HopperBackward
 from jflash._backends.mosaic_gpu.tiles import RowTiles
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
 from jflash._backends.nvidia.launch import KernelPlan, Refs, cta_index
 from jflash._backends.nvidia.ops import Ref, Rows, Tile
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers

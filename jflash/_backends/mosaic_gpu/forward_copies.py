@@ -20,8 +20,8 @@ from jflash._backends.mosaic_gpu.converted_tile import ConvertedTile, StagedTile
 from jflash._backends.mosaic_gpu.cta import Cta
 from jflash._backends.mosaic_gpu.forward_plan import ForwardPlan
 from jflash._backends.mosaic_gpu.forward_schedule import CtaPlace
+from jflash._backends.mosaic_gpu.pipeline import GmemTile
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.walk import tile_range
 from jflash._backends.nvidia.walk.tile_range import Place, Walk

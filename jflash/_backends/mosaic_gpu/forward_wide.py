@@ -41,8 +41,8 @@ from jflash._backends.mosaic_gpu.forward_kernel import ForwardCta
 from jflash._backends.mosaic_gpu.forward_schedule import DealtTo
 from jflash._backends.mosaic_gpu.forward_wide_plan import HALVES, ITEMS, PAIR, WideForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
+from jflash._backends.mosaic_gpu.pipeline import GmemTile
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs

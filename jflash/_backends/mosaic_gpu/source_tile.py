@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu import pipeline
 from jflash._backends.mosaic_gpu.panels import Panels
-from jflash._backends.mosaic_gpu.tma_inputs import GmemTile, TmaInputs
+from jflash._backends.mosaic_gpu.pipeline import GmemTile, TmaInputs
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers

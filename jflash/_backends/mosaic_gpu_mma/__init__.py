@@ -83,7 +83,7 @@ def takes_tokens(spec: Spec) -> bool:
 def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """Return the output in the results' dtype and the log-sum-exp in float32."""
     from jflash._backends.mosaic_gpu_mma import plan, run
-    from jflash._backends.mosaic_gpu_mma.ops import MMA
+    from jflash._backends.mosaic_gpu_mma.cta import MMA
 
     return run.forward(plan.plan_forward(spec, _platform.current()), operands, MMA)
 
@@ -91,7 +91,7 @@ def forward(spec: Spec, operands: Operands) -> tuple[Float[Array, "B T N D"], Fl
 def backward(spec: Spec, operands: Operands, residuals: Residuals) -> Operands:
     """Return the gradients of all operands that have one, in their shapes."""
     from jflash._backends.mosaic_gpu_mma import plan, run
-    from jflash._backends.mosaic_gpu_mma.ops import MMA
+    from jflash._backends.mosaic_gpu_mma.cta import MMA
 
     return run.backward(plan.plan_backward(spec, _platform.current()), operands, residuals, MMA)
 

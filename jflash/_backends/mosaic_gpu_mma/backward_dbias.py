@@ -21,8 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan, bias_buffer, buffer, columns
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import Cta, MmaOps, TiledPlan, bias_buffer, buffer, columns
 from jflash._backends.mosaic_gpu_mma.products import Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.mosaic_gpu_mma.tiles import DbiasTile

@@ -37,8 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import STATISTICS, bias_buffer, buffer
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import STATISTICS, MmaOps, bias_buffer, buffer
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles, Transposed, can_pair
 from jflash._backends.mosaic_gpu_mma.round_dq import RoundDqPlan

@@ -36,8 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import QueriesCta, TiledPlan, buffers, by_piece, d_query_type
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import MmaOps, QueriesCta, TiledPlan, buffers, by_piece, d_query_type
 from jflash._backends.mosaic_gpu_mma.own_keys import Carry, KeysCta, KeysPlan
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward

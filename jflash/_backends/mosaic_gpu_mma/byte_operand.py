@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.smem_operand import SmemOperand
-from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
+from jflash._backends.mosaic_gpu_mma.smem_tile import SmemOperand, SmemTile
 
 
 class ByteOperand(SmemOperand):

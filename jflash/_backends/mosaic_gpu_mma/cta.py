@@ -1,4 +1,5 @@
-"""What the kernels' CTAs have in common: one warpgroup, or two, which copy for themselves and compute."""
+"""What the kernels' CTAs have in common: one warpgroup, or two, which copy for themselves and compute, and their
+operations."""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma import copies, device_sums, paged_copies, products, warp_sums
 from jflash._backends.mosaic_gpu_mma.paged_copies import CachedRows
 from jflash._backends.mosaic_gpu_mma.products import Chosen, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.tiles import Tile
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Refs, cta_index, grid_size
-from jflash._backends.nvidia.ops import Ref
+from jflash._backends.nvidia.ops import Ops, Ref
 from jflash._backends.nvidia.packing import rows_of_head
 from jflash._backends.nvidia.prepared import LENGTHS
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS, Buffers, round_up
+from jflash._backends.nvidia.threads import coordinates
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk
 from jflash._backends.nvidia.tile import operand_pieces
 from jflash._backends.nvidia.tile.inputs import KernelInputs, TileCoord
@@ -34,6 +36,34 @@ from jflash._semantics.spec import Spec
 
 STATISTICS = "lse", "delta"
 """What a backward knows of each query."""
+
+
+class MmaOps(Ops):
+    """What a warpgroup does where there is no `wgmma`: products and copies by the instructions that Ampere brought."""
+
+    def indices(self, shape: tuple[int, ...], axis: int, first: Any) -> Int[Array, "64 columns"]:
+        return coordinates.indices(shape, axis, first)
+
+    add_product = staticmethod(products.add_product)
+    load_rows = staticmethod(products.load_rows)
+    sum_of_warps = staticmethod(warp_sums.sum_of_warps)
+    scaled_pair = staticmethod(products.scaled_pair)
+
+    copy_rows = staticmethod(copies.copy_rows)
+    copy_cached_rows = staticmethod(paged_copies.copy_cached_rows)
+    copy_page_numbers = staticmethod(paged_copies.copy_page_numbers)
+    load_page_scales = staticmethod(paged_copies.load_page_scales)
+    copy_numbers = staticmethod(copies.copy_numbers)
+    commit = staticmethod(copies.commit)
+    wait = staticmethod(copies.wait)
+    store_tile = staticmethod(copies.store_tile)
+    store_pair = staticmethod(copies.store_pair)
+
+    add_rows = staticmethod(device_sums.add_rows)
+    load_sums = staticmethod(device_sums.load_rows)
+
+
+MMA = MmaOps()
 
 
 def columns(dim: int) -> int:

@@ -22,9 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import buffer, columns, page_numbers
+from jflash._backends.mosaic_gpu_mma.cta import MmaOps, buffer, columns, page_numbers
 from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta, ForwardPlan, State, Statistics
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.warp_sums import NUMBERS
 from jflash._backends.nvidia import cache_rows, smem

@@ -31,8 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jflash._backends.mosaic_gpu_mma.cta import QueriesCta, TiledPlan, bias_buffer, buffer, buffers, by_piece
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import MmaOps, QueriesCta, TiledPlan, bias_buffer, buffer, buffers, by_piece
 from jflash._backends.mosaic_gpu_mma.products import STEP, Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaCall
 from jflash._backends.mosaic_gpu_mma.tiles import ForwardTile

@@ -10,8 +10,7 @@ import jax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jflash._backends.mosaic_gpu_mma.cta import Cta, TiledPlan
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import Cta, MmaOps, TiledPlan
 from jflash._backends.mosaic_gpu_mma.products import Operand, Tiles
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of

@@ -28,8 +28,14 @@ from jaxtyping import Array, Float
 
 from jflash._backends.mosaic_gpu_mma.byte_operand import ByteOperand, rows_beside_bytes
 from jflash._backends.mosaic_gpu_mma.lanes import Lanes
-from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand, PairedColumns, SmemOperand, TransposedOperand
-from jflash._backends.mosaic_gpu_mma.smem_tile import CHUNK, SmemTile
+from jflash._backends.mosaic_gpu_mma.smem_tile import (
+    CHUNK,
+    LeftOperand,
+    PairedColumns,
+    SmemOperand,
+    SmemTile,
+    TransposedOperand,
+)
 from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.threads.builder import WARPS, array_type, tile

@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jflash._backends.mosaic_gpu_mma import device_sums
-from jflash._backends.mosaic_gpu_mma.cta import d_query_type
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import MmaOps, d_query_type
 from jflash._backends.mosaic_gpu_mma.run import MmaBackward
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import KernelPlan, Launch, Refs, cta_index

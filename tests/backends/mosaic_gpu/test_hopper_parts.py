@@ -16,7 +16,7 @@ from short_run import cover
 from jflash._backends.mosaic_gpu import bf16_columns
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.row_statistics import row_sums
-from jflash._backends.mosaic_gpu_mma.ops import MmaOps
+from jflash._backends.mosaic_gpu_mma.cta import MmaOps
 from jflash._backends.nvidia.ops import Ops
 from jflash._backends.nvidia.tile import operand_pieces, soft_cap
 from jflash._semantics.spec import Residuals

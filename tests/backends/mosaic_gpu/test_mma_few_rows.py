@@ -24,8 +24,7 @@ from jflash._backends.mosaic_gpu_mma.byte_operand import ByteOperand, rows_besid
 from jflash._backends.mosaic_gpu_mma.forward_few_rows import FewRowsCta
 from jflash._backends.mosaic_gpu_mma.forward_kernel import ForwardCta
 from jflash._backends.mosaic_gpu_mma.products import Chosen, RegisterOperand, multiply
-from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand
-from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
+from jflash._backends.mosaic_gpu_mma.smem_tile import LeftOperand, SmemTile
 from jflash._backends.mosaic_gpu_mma.warp_sums import NUMBERS, sums
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._platform import Platform

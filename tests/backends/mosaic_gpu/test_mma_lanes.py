@@ -21,8 +21,13 @@ from jflash._backends.mosaic_gpu_mma.products import (
     multiply,
     row_numbers,
 )
-from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand, PairedColumns, SmemOperand, TransposedOperand
-from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
+from jflash._backends.mosaic_gpu_mma.smem_tile import (
+    LeftOperand,
+    PairedColumns,
+    SmemOperand,
+    SmemTile,
+    TransposedOperand,
+)
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._backends.nvidia.threads.device_rows import ColumnChunk, Rows, in_rows, pairs_in_rows, store_in_rows
 

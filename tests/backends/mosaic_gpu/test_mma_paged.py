@@ -19,8 +19,7 @@ from jflash._backends import mosaic_gpu_mma
 from jflash._backends.mosaic_gpu_mma import cache_numbers, plan
 from jflash._backends.mosaic_gpu_mma.copies import copy_tile
 from jflash._backends.mosaic_gpu_mma.paged_copies import Conversion, PagedRows, PageNumbers, convert_tile
-from jflash._backends.mosaic_gpu_mma.smem_operand import LeftOperand
-from jflash._backends.mosaic_gpu_mma.smem_tile import SmemTile
+from jflash._backends.mosaic_gpu_mma.smem_tile import LeftOperand, SmemTile
 from jflash._backends.nvidia.threads.builder import THREADS
 from jflash._backends.nvidia.threads.device_rows import Rows
 from jflash._platform import Platform
