@@ -73,6 +73,7 @@ def canonicalize(
         deterministic=_arguments.static_bool("deterministic", deterministic),
         sequence_axes=sequence_axes if devices > 1 else (),
         sequence_strategy=_arguments.sequence_strategy(sequence_strategy),
+        value_is_key=value is key,
     )
     if bias is not None:
         _arguments.bias(bias, pair_shape)

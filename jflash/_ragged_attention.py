@@ -168,6 +168,7 @@ def ragged_paged_attention(
         causal=True,
         window=_arguments.keys_back("sliding_window", sliding_window),
         soft_cap=_arguments.soft_cap(soft_cap, "soft_cap"),
+        value_is_key=isinstance(kv_pages, tuple | list) and kv_pages[0] is kv_pages[1],
         names=names,
     )
     say_not_used(
@@ -194,6 +195,8 @@ class Static(NamedTuple):
     causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
+    value_is_key: bool
+    """Whether one array has keys and values."""
     names: _dispatch.Names
     """The names of the implementations that may serve."""
 
@@ -214,7 +217,7 @@ def attend(static: Static, arrays: dict[str, Any]) -> tuple[Array, Array]:
         # Of queries and page table nothing but the shape is asked: blocks have them together.
         query=jnp.zeros((len(blocks.start), rows, *q.shape[1:]), q.dtype),
         key=key,
-        value=value[0] if value else None,
+        value=key if static.value_is_key else value[0] if value else None,
         scale=arrays["scale"] if static.scale is None else static.scale,
         is_causal=static.causal,
         local_window_size=static.window,

@@ -173,6 +173,8 @@ class Spec:
     parameters too, to be added up. A backward's residuals are those of all keys, with out and d_out in the query's
     dtype, and d_out is 0 for queries that see no key at all.
     """
+    value_is_key: bool = False
+    """Whether keys and values are one array, as in a latent cache: a kernel may read each row once."""
     pages: Pages | None = None
     """The layout of a paged cache; `None` where keys and values are arrays of the call's own."""
     tokens: int | None = None

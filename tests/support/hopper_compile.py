@@ -202,6 +202,19 @@ PAGED = {
         f"latent, pages of {size}": ((32, 1), dict(head_dim=576, value_dim=512, heads=(16, 1), page_size=size), {})
         for size in (16, 64)
     },
+    **{
+        f"latent, one array, pages of {size}": (
+            (32, 1),
+            dict(head_dim=576, heads=(16, 1), page_size=size, one=True),
+            {},
+        )
+        for size in (16, 64)
+    },
+    "latent, one array, several": (
+        (32, 4),
+        dict(head_dim=512, heads=(128, 1), page_size=64, one=True),
+        dict(is_causal=True),
+    ),
     "decoding": ((64, 1), dict(head_dim=128, page_size=16), {}),
     "decoding d64, pages of 128": ((64, 1), dict(head_dim=64, page_size=128, interleaved=True), {}),
     "decoding in pieces, pages of 128": ((2, 4), dict(head_dim=128, page_size=128), dict(is_causal=True)),
@@ -342,10 +355,11 @@ def paged(rows: tuple[int, int], cache: dict, options: dict, sharding: NamedShar
     (heads, key_heads), interleaved = cache.get("heads", (32, 8)), cache.get("interleaved", False)
     number, cached = batch * length // page_size, cache.get("dtype", bfloat16)
     of_heads = lambda dim: array(number, page_size, key_heads * (1 + interleaved), dim, dtype=cached)
-    pages = [of_heads(dim) for dim in (head_dim, cache.get("value_dim", head_dim))][: 2 - interleaved]
+    is_one = interleaved or "one" in cache
+    pages = [of_heads(dim) for dim in (head_dim, cache.get("value_dim", head_dim))][: 2 - is_one]
 
     def forward(query, pages, table, lengths, scales):
-        key, value = (pages[0], None) if interleaved else pages
+        key, value = (pages[0], None if interleaved else pages[0]) if is_one else pages
         more = scales | (dict(query_offset=lengths - queries) if options else {})
         spec, operands = canonical_arguments(
             query=query, key=key, value=value, page_table=table, key_value_seq_lengths=lengths, **more, **options

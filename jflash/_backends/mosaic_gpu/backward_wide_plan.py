@@ -104,7 +104,7 @@ def shared_memory(spec: Spec, gradient: Gradient, tile: WalkedTiles) -> Buffers:
         cta_rows=cta_rows,
         rows_full=smem.barriers(1, arrivals=smem.copies(*cta_rows)),
         weighed=tiles.ring(shape, dim, readers=2, others=int(has_bias_tiles), chunk=widths[kind.weighed]),
-        chunks=chunks.ring(spec, tile.chunk_slots, tile.size, _dim(spec, kind.unweighed)),
+        chunks=chunks.ring(spec, tile.chunk_slots, tile.size, _dim(spec, kind.unweighed), readers=1),
         # Tiles of the bias come and go with what is weighed.
         bias=smem.tile((tile.stages, *bias), spec.bias_dtype) if has_bias_tiles else None,
         # What the second warpgroup hands to the first one, and what takes its place on the way back.

@@ -84,14 +84,12 @@ class ColumnChunks:
                 found += [(chunk, factor) for chunk in chunks for factor in factors]
         return found
 
-    def ring(self, spec: Spec, slots: int, rows: int, columns: int, cluster: str | None = None) -> Buffers:
-        """Shared memory for chunks `[slots, rows, width]`, copied from an array whose pieces have `columns`.
-
-        One warpgroup of each CTA along `cluster` reads them.
-        """
+    def ring(self, spec: Spec, slots: int, rows: int, columns: int, **options: Any) -> Buffers:
+        """Shared memory for chunks `[slots, rows, width]`, copied from an array whose pieces have `columns`; with the
+        `options` of `smem.ring`."""
         shape, in_array = (slots, rows, self.width), columns * self.pieces
         tiles = smem.tile(shape, facts_of(spec).operand_dtype, in_array, chunk=self.width)
-        return smem.ring(tiles, readers=1, parts=cache_rows.parts(spec, rows), cluster=cluster)
+        return smem.ring(tiles, parts=cache_rows.parts(spec, rows), **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +101,16 @@ class ChunkRing:
     cluster: str | None = None
     """The axis of the CTAs that share copies, if some do."""
 
-    def _slot(self, step: Any, chunk: int) -> Array:
+    again: int | None = None
+    """The chunk that `product`'s warpgroup reads again before it leaves, if there is one."""
+
+    def slot(self, step: Any, chunk: int) -> Array:
+        """Return the slot of a step's chunk."""
         return lax.rem(step * self.chunks.number + chunk, self.ring.tiles.shape[0])
 
     def copy(self, source: SourceTile, name: str, step: Any, chunk: int) -> None:
         """Copy a chunk of a step's tile, as soon as its slot is free."""
-        ring, slot = self.ring, self._slot(step, chunk)
+        ring, slot = self.ring, self.slot(step, chunk)
         plgpu.barrier_wait(ring.empty.at[slot])
         source.copy(name, ring, slot, self.chunks.first_columns[chunk], self.cluster)
 
@@ -122,7 +124,7 @@ class ChunkRing:
         def multiply(acc: Any) -> Array:
             read = None
             for chunk, factor in chunks.products:
-                slot, (turn, place) = self._slot(step, chunk), divmod(chunk, chunks.of_a_piece)
+                slot, (turn, place) = self.slot(step, chunk), divmod(chunk, chunks.of_a_piece)
                 if factor == turn:
                     plgpu.barrier_wait(ring.full.at[slot])
                 factors = piece_products.of_tile(spec, fixed, place * chunks.width, chunks.width)
@@ -131,9 +133,10 @@ class ChunkRing:
                     ops.wait(1)
                     plgpu.barrier_arrive(ring.empty.at[read])
                 # A chunk's products begin with the piece of its own turn, and end with the first.
-                read = slot if factor == 0 else None
+                read = slot if factor == 0 and chunk != self.again else None
             made = ops.read(acc)
-            plgpu.barrier_arrive(ring.empty.at[read])
+            if read is not None:
+                plgpu.barrier_arrive(ring.empty.at[read])
             return made
 
         return ops.accumulators(multiply, shape)

@@ -39,16 +39,18 @@ from jflash._backends.mosaic_gpu import piece_products, pipeline
 from jflash._backends.mosaic_gpu.column_chunks import ChunkRing
 from jflash._backends.mosaic_gpu.forward_kernel import ForwardCta
 from jflash._backends.mosaic_gpu.forward_schedule import DealtTo
-from jflash._backends.mosaic_gpu.forward_wide_plan import HALVES, ITEMS, PAIR, WideForwardPlan
+from jflash._backends.mosaic_gpu.forward_wide_plan import HALVES, ITEMS, PAIR, WEIGHTS, WideForwardPlan
 from jflash._backends.mosaic_gpu.ops import WarpgroupOps
 from jflash._backends.mosaic_gpu.pipeline import GmemTile
 from jflash._backends.mosaic_gpu.source_tile import SourceTile
 from jflash._backends.nvidia import cache_rows
 from jflash._backends.nvidia.facts import facts_of
 from jflash._backends.nvidia.launch import Refs
+from jflash._backends.nvidia.ops import Ref
 from jflash._backends.nvidia.smem import WARPGROUP_ROWS
 from jflash._backends.nvidia.tile import dropped, operand_pieces, softmax
 from jflash._backends.nvidia.tile.inputs import TileCoord
+from jflash._backends.nvidia.tile.operand_pieces import Pieces
 from jflash._backends.nvidia.tile.softmax import Softmax
 from jflash._backends.nvidia.walk.tile_range import Place, TileContext, Walk
 from jflash._semantics.dropout import HeadSeed
@@ -78,6 +80,8 @@ class WideForwardCta(ForwardCta):
     """A CTA of the forward of wide heads."""
 
     plan: WideForwardPlan  # pyright: ignore[reportIncompatibleVariableOverride]
+    copied = "key"
+    """The array whose tiles are multiplied with queries."""
 
     def __init__(self, plan: WideForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
@@ -155,24 +159,35 @@ class WideForwardCta(ForwardCta):
         seed = dropped.head_seed(self.inputs, item.at)
         self.wait_for_queries()
 
-        def visit(index: Array, before: Softmax | None) -> Softmax:
-            state = self._softmax(item, index, before, seed)
+        def visit(index: Array, before: tuple[Softmax, Sums] | None) -> tuple[Softmax, Sums]:
+            softmax_before, own = (None, self.zeros(WEIGHTS)) if before is None else before
+            state = self._softmax(item, index, softmax_before, seed)
             pieces = operand_pieces.split(plan.spec, state.p, self.ops)
             plgpu.barrier_wait(shared.handed.empty)
             for target, piece in zip(piece_products.of_tile(plan.spec, shared.handed.p), pieces, strict=True):
                 target[...] = piece
             shared.handed.rescale[...] = state.rescale
             plgpu.barrier_arrive(shared.handed.full)
-            return state
+            return state, self.add_own(item.before + index, state, pieces, own)
 
         # Of plain logits of 16-bit operands ptxas spills less if the compiler cannot know that 0 is 0, of others more.
         is_hidden = plan.is_plain and self.has_16_bits
         first = self.ops.opaque_zero(jnp.int32(number)) if is_hidden else jnp.int32(0)
-        last = lax.fori_loop(1, item.tiles.count, visit, visit(first, None))
+        last, own = lax.fori_loop(1, item.tiles.count, visit, visit(first, None))
         self._if_next(number, lambda following: self._copy_queries(self._item(following, item.stop)))
-        shared.handed.statistics[0], shared.handed.statistics[1] = last.m, softmax.whole(last.l)
+        m, l = last.m, softmax.whole(last.l)
+        shared.handed.statistics[0], shared.handed.statistics[1] = m, l
         plgpu.barrier_wait(shared.handed.empty)
         plgpu.barrier_arrive(shared.handed.full)
+        self._store_sums(item, WEIGHTS, own, m, l)
+
+    def zeros(self, number: int) -> Sums:
+        """What a warpgroup's sums begin with."""
+        return tuple(self.ops.full((WARPGROUP_ROWS, width), 0) for _, width in self.plan.sums[number])
+
+    def add_own(self, step: Any, state: Softmax, p: Pieces, sums: Sums) -> Sums:
+        """The sums of the warpgroup that makes P, with what a tile adds to them; it has none here."""
+        return sums
 
     def _softmax(self, item: _Item, index: Array, before: Softmax | None, seed: HeadSeed | None) -> Softmax:
         plan, inputs, ops, shape = self.plan, self.inputs, self.ops, self.shape
@@ -189,41 +204,57 @@ class WideForwardCta(ForwardCta):
 
     def weigh(self, half: int) -> None:
         """Another warpgroup weighs half of the values' columns, and stores what it makes of them."""
-        plan, shared = self.plan, self.smem
-        number = plan.value_chunks // HALVES
-        chunks = range(half * number, (half + 1) * number)
-        pipeline.release(*(shared.values[chunk].empty for chunk in chunks))
-        plgpu.barrier_arrive(shared.handed.empty)
-        self._set_registers(plan.registers.weigh)
-        self._each(functools.partial(self._weigh, chunks))
+        pipeline.release(*self.weighed(half))
+        plgpu.barrier_arrive(self.smem.handed.empty)
+        self._set_registers(self.plan.registers.weigh)
+        self._each(functools.partial(self._weigh, half))
 
-    def _weigh(self, chunks: Sequence[int], number: Any, item: _Item) -> None:
-        plan, shared, ops, spec = self.plan, self.smem, self.ops, self.plan.spec
-        acc_o = tuple(ops.full((WARPGROUP_ROWS, plan.columns), 0) for _ in chunks)
-        acc_o = lax.fori_loop(0, item.tiles.count, functools.partial(self._add_tile, chunks, item), acc_o)
+    def weighed(self, half: int) -> Sequence[Ref]:
+        """The barriers that say which slots are empty of what a warpgroup weighs."""
+        return [self.smem.values[chunk].empty for chunk in self._chunks(half)]
+
+    def _chunks(self, half: int) -> range:
+        number = self.plan.value_chunks // HALVES
+        return range(half * number, (half + 1) * number)
+
+    def _weigh(self, half: int, number: Any, item: _Item) -> None:
+        shared, ops = self.smem, self.ops
+        acc_o = self.zeros(half)
+        acc_o = lax.fori_loop(0, item.tiles.count, functools.partial(self._add_tile, half, item), acc_o)
         plgpu.barrier_wait(shared.handed.full)
         m, l = (ops.load(shared.handed.statistics.at[which], 0) for which in range(2))
         self._if_next(number, lambda _: plgpu.barrier_arrive(shared.handed.empty))
-        (batch, head, *_), block = item.at, item.block
+        self._store_sums(item, half, acc_o, m, l)
+
+    def _store_sums(self, item: _Item, number: int, sums: Sums, m: Array, l: Array) -> None:
+        """Store a warpgroup's columns of the output, and with the first ones the log-sum-exp."""
+        if not sums:
+            return
+        (batch, head, *_), block, spec = item.at, item.block, self.plan.spec
         sink, exponent = self.sink(batch, head, block), self.form.exponent(spec)
-        for chunk, acc in zip(chunks, acc_o, strict=True):
+        for (first, _), acc in zip(self.plan.sums[number], sums, strict=True):
             factor, lse = softmax.last_factor(spec, exponent, m, l, sink)
             out, place = softmax.scaled_rows(acc, factor), Place(batch, head, block)
-            self.store(place, out, lse if chunk == 0 else None, chunk * plan.columns)
+            self.store(place, out, lse if first == 0 else None, first)
 
-    def _add_tile(self, chunks: Sequence[int], item: _Item, index: Array, acc_o: Sums) -> Sums:
-        """The sums of some chunks, with what a tile of keys adds to them."""
-        shared, ops, spec, tile = self.smem, self.ops, self.plan.spec, self.plan.tile
+    def _add_tile(self, half: int, item: _Item, index: Array, acc_o: Sums) -> Sums:
+        """The sums of half of the columns, with what a tile of keys adds to them."""
+        shared = self.smem
         plgpu.barrier_wait(shared.handed.full)
-        rescale, opaque_index = ops.load(shared.handed.rescale, 0), ops.opaque_zero(index)
+        rescale, opaque_zero = self.ops.load(shared.handed.rescale, 0), self.ops.opaque_zero(index)
         sums = [self.form.rescaled(self.inputs, rescale, acc) for acc in acc_o]
+        return self.add_values(half, item.before + index, opaque_zero, sums)
+
+    def add_values(self, half: int, step: Any, opaque_zero: Any, sums: list[Array]) -> Sums:
+        """The sums of half of the columns, with P V of a step's tile."""
+        shared, ops, spec, tile = self.smem, self.ops, self.plan.spec, self.plan.tile
         for number in range(tile.value_tiles):
             p = piece_products.of_tile(spec, shared.handed.p, number * tile.value_keys, tile.value_keys)
             p = tuple(map(ops.load, p))
             if number == tile.value_tiles - 1:
                 plgpu.barrier_arrive(shared.handed.empty)
-            slot = pipeline.slot((item.before + index) * tile.value_tiles + number, tile.stages, opaque_index)
-            for turn, chunk in enumerate(chunks):
+            slot = pipeline.slot(step * tile.value_tiles + number, tile.stages, opaque_zero)
+            for turn, chunk in enumerate(self._chunks(half)):
                 v = shared.values[chunk]
                 plgpu.barrier_wait(v.full.at[slot])
                 pieces = piece_products.of_tile(spec, v.tiles.at[slot])
@@ -280,7 +311,7 @@ class WideForwardCta(ForwardCta):
             plgpu.barrier_wait(bias.empty.at[0])
             source = self.inputs.part("bias", item.at.batch, item.at.head).at[self.rows(item.block), pl.ds(first, size)]
             plgpu.copy_gmem_to_smem(source, bias.tiles.at[0], bias.full.at[0])
-        self.keys.copy(self._tile(item, first, size), "key", item.before + index, chunk)
+        self.keys.copy(self._tile(item, first, size), self.copied, item.before + index, chunk)
 
     def _copy_values(self, number: int, chunk: int, item: _Item, index: Any) -> None:
         tile, v = self.plan.tile, self.smem.values[chunk]

@@ -6,10 +6,11 @@ What was measured: examples/benchmarks/experiments/2026-11-27-wide-forward.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
 
 from jax.experimental import pallas as pl
 from jaxtyping import Array
@@ -35,11 +36,20 @@ from jflash._semantics.spec import Spec
 HALVES = 2
 """Halves of the values' columns: each has a warpgroup."""
 
+WEIGHTS = HALVES
+"""The number of the warpgroup that makes P, among those that sum columns of the output."""
+
 ITEMS = "items"
 """The name of the lists of items among the kernel's arrays."""
 
 PAIR = "pair"
 """The axis of the two CTAs that share what they copy."""
+
+_SWIZZLE = 64
+"""Columns of 16 bits in the widest swizzle."""
+
+_MOST_OF_HALF = 256
+"""Columns of O that the registers of a warpgroup hold."""
 
 _MOST_SUMMED = 192
 """Columns of values that one product weighs. Its sums are half as many registers of the 128 that ptxas counts on where
@@ -63,9 +73,19 @@ class Registers(NamedTuple):
     copy: int
 
 
+class Columns(NamedTuple):
+    """Columns of the output that one product sums."""
+
+    first: int
+    width: int
+
+
 @dataclasses.dataclass(frozen=True)
 class WideForwardPlan(ForwardPlan):
     """A wide call's forward, known before any array; the output leaves from registers."""
+
+    shares_tiles: ClassVar[bool] = False
+    """Whether both products read one copy of a tile."""
 
     tile: WideTiles
     in_pairs: bool = False
@@ -84,7 +104,8 @@ class WideForwardPlan(ForwardPlan):
         if cache_rows.mends(self.spec):
             # The one that copies looks up pages, and clears padding.
             return Registers(104, 176, 56)
-        return Registers(136, 176, 24) if whole_dims(self.spec)[1] <= most else Registers(104, 192, 24)
+        has_few_sums = whole_dims(self.spec)[1] <= most or self.shares_tiles
+        return Registers(136, 176, 24) if has_few_sums else Registers(104, 192, 24)
 
     @property
     def lists_run_together(self) -> bool:
@@ -102,6 +123,12 @@ class WideForwardPlan(ForwardPlan):
     @property
     def columns(self) -> int:
         return _value_chunks(self.spec)[1]
+
+    @property
+    def sums(self) -> tuple[tuple[Columns, ...], ...]:
+        """The columns of the output that each warpgroup sums: of both halves, and of the one that makes P."""
+        chunks = [Columns(chunk * self.columns, self.columns) for chunk in range(self.value_chunks)]
+        return *itertools.batched(chunks, self.value_chunks // HALVES), ()
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -129,6 +156,36 @@ class WideForwardPlan(ForwardPlan):
         return dataclasses.replace(launch, grid=grid, cluster=cluster, warpgroups=2 + HALVES)
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentForwardPlan(WideForwardPlan):
+    """The forward of a call whose values are its keys, known before any array."""
+
+    shares_tiles = True
+
+    @property
+    def value_chunks(self) -> int:
+        return 1
+
+    @property
+    def columns(self) -> int:
+        return self.key_chunks.columns
+
+    @property
+    def sums(self) -> tuple[tuple[Columns, ...], ...]:
+        """Each half has as many columns as registers hold, and the warpgroup that makes P those that are left."""
+        columns, width = self.columns, self.key_chunks.width
+        starts = *range(0, columns, _MOST_OF_HALF), columns
+        cuts = sorted({*range(0, columns, width), *starts})
+        parts = [Columns(first, stop - first) for first, stop in itertools.pairwise(cuts)]
+        owned = lambda start, stop: tuple(part for part in parts if start <= part.first < stop)
+        own = [owned(*pair) for pair in itertools.pairwise(starts)]
+        return *own, *[()] * (HALVES + 1 - len(own))
+
+    @property
+    def smem(self) -> Buffers:
+        return latent_shared_memory(self.spec, self.tile)
+
+
 def _key_chunks(spec: Spec, keys: int) -> ColumnChunks:
     """How a tile of keys is divided: into chunks of 16 to 24 KiB, which of 128 keys have few columns."""
     columns = round_up(whole_dims(spec)[0], 32)
@@ -154,7 +211,7 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
     return Buffers(
         q_o=smem.reused(q, None),
         q_full=smem.barriers(1, arrivals=smem.copies(q)),
-        keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, cluster),
+        keys=chunks.ring(spec, tile.chunk_slots, tile.keys, head_dim, readers=1, cluster=cluster),
         values=[ring() for _ in range(number)],
         biases=[smem.ring(smem.tile(bias, spec.bias_dtype), readers=1)] if facts_of(spec).has_bias_tiles else [],
         # What the warpgroup that makes P hands to those that weigh.
@@ -168,6 +225,21 @@ def shared_memory(spec: Spec, tile: WideTiles, *, in_pairs: bool = False) -> Buf
     )
 
 
+def latent_shared_memory(spec: Spec, tile: WideTiles) -> Buffers:
+    """The buffers and barriers of a `LatentForwardPlan`: without values, and all read the keys."""
+    chunks = _key_chunks(spec, tile.keys)
+    readers, mends = 1 + HALVES, cache_rows.mends(spec)
+    keys = chunks.ring(spec, tile.chunk_slots, tile.keys, whole_dims(spec)[0], readers=readers, mends=mends)
+    return Buffers(**vars(shared_memory(spec, tile)) | dict(keys=keys, values=[]))
+
+
+def _is_latent(spec: Spec, packed_heads: int, blocks: int) -> bool:
+    """Whether a call has few queries, and keys of 16 bits that are its values. With fewer columns it is no faster."""
+    least = HALVES * _MOST_OF_HALF
+    is_one_array = spec.value_is_key and spec.head_dim in (least, least + _SWIZZLE) and facts_of(spec).pieces == 1
+    return is_one_array and (packed_heads > 1 or blocks == 1)
+
+
 def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
     """The plan of a wide call's forward on a device with `processors` multiprocessors; `None` where that is unknown."""
     packed_heads = 1
@@ -176,14 +248,15 @@ def plan_forward(spec: Spec, processors: int | None) -> WideForwardPlan:
         one_block = spec.query_length * spec.group <= WARPGROUP_ROWS
         packed_heads = spec.group if one_block else math.gcd(spec.group, WARPGROUP_ROWS)
     heads, blocks = spec.heads // packed_heads, pl.cdiv(spec.query_length * packed_heads, WARPGROUP_ROWS)
-    tile = _choose_tiles(spec, few_rows=blocks == 1)
+    is_latent = _is_latent(spec, packed_heads, blocks)
+    kind, tile = (LatentForwardPlan if is_latent else WideForwardPlan), _choose_tiles(spec, blocks, is_latent=is_latent)
     division = work_items.divide(spec, heads, blocks, tile.keys, processors, KEYS_OF_A_SPLIT)
     # Where all see the same, CTAs read the same at the same time anyway, and the cache answers them together.
     # A page's part of a tile is not halved.
     may_pair = packed_heads == 1 < blocks and tile_range.blocks_grow(spec) and spec.pages is None
     in_pairs = may_pair and division.pieces == 0
     schedule = ForwardSchedule(pl.cdiv(blocks, 2) if in_pairs else blocks, spec.batch, heads)
-    plan = WideForwardPlan(spec, tile, division, schedule, packed_heads, in_pairs=in_pairs)
+    plan = kind(spec, tile, division, schedule, packed_heads, in_pairs=in_pairs)
     return dataclasses.replace(plan, dealt=_deal(plan, processors))
 
 
@@ -215,19 +288,20 @@ def _limits_are_known(spec: Spec) -> bool:
 
 def fits(spec: Spec) -> bool:
     """Whether shared memory has room for the smallest tiles of a forward."""
-    return any(_candidates(spec, few_rows=True))
+    return any(_candidates(spec, functools.partial(shared_memory, spec), few_rows=True))
 
 
-def _choose_tiles(spec: Spec, *, few_rows: bool) -> WideTiles:
-    rows_kind = "short" if few_rows else "long"
+def _choose_tiles(spec: Spec, blocks: int, *, is_latent: bool) -> WideTiles:
+    rows_kind = "latent" if is_latent else "short" if blocks == 1 else "long"
     facts = *whole_dims(spec), facts_of(spec).bias_tile_bytes, rows_kind, *facts_of(spec).tuned_pieces
-    candidates, room = tuple(_candidates(spec, few_rows=few_rows)), lambda tile: shared_memory(spec, tile)
+    room = functools.partial(latent_shared_memory if is_latent else shared_memory, spec)
+    candidates = tuple(_candidates(spec, room, few_rows=is_latent or blocks == 1))
     tile = smem.choose_tiles("wide forward", facts, candidates, room)
     assert tile is not None, "`fits` says so"
     return tile
 
 
-def _candidates(spec: Spec, *, few_rows: bool) -> Iterator[WideTiles]:
+def _candidates(spec: Spec, room: Callable[[WideTiles], Buffers], *, few_rows: bool) -> Iterator[WideTiles]:
     """Tiles, the best first, each with as many chunks as shared memory has room for, of up to two whole tiles.
 
     With 128 keys a product of S reads less of Q. They need registers, for as many logits; and at both ends of a window
@@ -241,4 +315,4 @@ def _candidates(spec: Spec, *, few_rows: bool) -> Iterator[WideTiles]:
         # One more tile of values is not worth a chunk of keys.
         least = chunks.number if stages > 1 else chunks.least
         tiles = (WideTiles(1, keys, stages, slots) for slots in range(2 * chunks.number, least - 1, -1))
-        yield from itertools.islice((tile for tile in tiles if smem.fits(shared_memory(spec, tile))), 1)
+        yield from itertools.islice((tile for tile in tiles if smem.fits(room(tile))), 1)

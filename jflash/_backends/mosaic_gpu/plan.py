@@ -20,7 +20,6 @@ from jflash._backends.mosaic_gpu import (
     dq_order,
     forward_kernel,
     forward_plan,
-    forward_wide,
     forward_wide_plan,
     row_statistics,
     smem,
@@ -34,6 +33,8 @@ from jflash._backends.mosaic_gpu.backward_dq import DqCta, DqPlan
 from jflash._backends.mosaic_gpu.backward_fused import FusedCta, FusedPlan
 from jflash._backends.mosaic_gpu.backward_short import ShortCta
 from jflash._backends.mosaic_gpu.backward_wide import WideCta
+from jflash._backends.mosaic_gpu.forward_latent import LatentForwardCta
+from jflash._backends.mosaic_gpu.forward_wide import WideForwardCta
 from jflash._backends.mosaic_gpu.forward_wide_plan import WideForwardPlan
 from jflash._backends.mosaic_gpu.run import VALUES_ALONE
 from jflash._backends.mosaic_gpu.tiles import DqTiles, FusedTiles, RowTiles, ShortTiles
@@ -88,7 +89,8 @@ def _smallest(spec: Spec) -> Iterator[Buffers]:
 def plan_forward(spec: Spec, processors: int | None) -> Kernel[Any]:
     """Return the kernel of a call's forward on a device with `processors` multiprocessors; `None` is unknown."""
     if is_wide(spec):
-        return Kernel(forward_wide_plan.plan_forward(spec, processors), forward_wide.WideForwardCta)
+        wide = forward_wide_plan.plan_forward(spec, processors)
+        return Kernel(wide, LatentForwardCta if wide.shares_tiles else WideForwardCta)
     return Kernel(forward_plan.plan_forward(spec, processors), forward_kernel.ForwardCta)
 
 
@@ -98,7 +100,7 @@ def plan_tangent(spec: Spec, moving: frozenset[str], processors: int | None) -> 
     Where values alone have, it is the forward's, for their tangents in the place of values.
     """
     if moving == VALUES_ALONE:
-        return plan_forward(spec, processors)
+        return plan_forward(dataclasses.replace(spec, value_is_key=False), processors)
     return Kernel(tangent_kernel.plan_tangent(spec, moving, processors), tangent_kernel.TangentCta)
 
 

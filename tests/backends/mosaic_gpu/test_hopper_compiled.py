@@ -41,6 +41,8 @@ SPILLS = {
         "the time of a kernel that spilled 8 bytes and left packed rows to be moved (16 heads, 32 entries of 4,096).",
     ),
     "latent, pages of 64, paged: forward": (16, "Where packed rows lie. It takes 0.948 of that time."),
+    "latent, one array, pages of 16, paged: forward": (16, "As with two arrays, of whose time it takes 0.68."),
+    "latent, one array, several, paged: forward": (8, "The queries' offset. It takes 0.71 of that with two arrays."),
     "soft cap, dropout: forward": (
         132,
         "It keeps a tile's words of dropout beside the polynomials. What that costs was not measured yet.",

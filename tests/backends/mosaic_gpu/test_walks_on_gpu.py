@@ -134,6 +134,20 @@ def test_wide_pages(case: Case, page_size: int):
     oracle.assert_right(oracle.Results(*got, {}), call)
 
 
+@pytest.mark.parametrize("dims", [(512, 512), (576, 576)], ids=str)
+@pytest.mark.parametrize(("case", "page_size"), WIDE_PAGES.values(), ids=WIDE_PAGES)
+def test_latent_cache(case: Case, page_size: int, dims: tuple[int, int]):
+    """One array is keys and values."""
+    name, call = served_by(mosaic_gpu), cases.build(case._replace(dims=dims))
+    call = paged.with_lengths(dataclasses.replace(call, value=call.key))
+    arguments = paged.paginate(call, page_size)
+    cache = jnp.asarray(arguments["key"])
+    arguments |= dict(key=cache, value=cache)
+    poison()
+    got = jflash.attention(**arguments, return_residual=True, implementation=name)
+    oracle.assert_right(oracle.Results(*got, {}), call)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_by_a_function(attention: Callable[..., Any], page_size: int):
     call = dataclasses.replace(cases.build(PREFILL), mask_mod=lambda b, h, q, k: ((k // 64 + b) % 2 == 0) | (k == q))
