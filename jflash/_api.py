@@ -138,7 +138,7 @@ def attention(
       query: `[*B, T, N, H]`; float32, bfloat16, float16 or float64.
       key: `[*B, S, K, H]`, same dtype. N must be a multiple of K: head n attends with key head n // (N // K)
         (grouped queries, arXiv:2305.13245).
-      value: `[*B, S, K, D]`, same dtype.
+      value: `[*B, S, K, D]`, same dtype. Where it is `key` itself, a latent cache, a kernel may read it once.
       bias: floating, added to the logits; each of the axes `[*B, N, T, S]` may be 1 or, from the left, missing. Its
         gradient has its shape.
       mask: bool, True where the query may attend; its axes follow the rule of `bias`.
