@@ -168,8 +168,8 @@ def ragged_paged_attention(
         causal=True,
         window=_arguments.keys_back("sliding_window", sliding_window),
         soft_cap=_arguments.soft_cap(soft_cap, "soft_cap"),
-        value_is_key=isinstance(kv_pages, tuple | list) and kv_pages[0] is kv_pages[1],
         names=names,
+        value_is_key=isinstance(kv_pages, tuple | list) and kv_pages[0] is kv_pages[1],
     )
     say_not_used(
         num_kv_pages_per_block=num_kv_pages_per_block,
@@ -195,10 +195,10 @@ class Static(NamedTuple):
     causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
-    value_is_key: bool
-    """Whether one array has keys and values."""
     names: _dispatch.Names
     """The names of the implementations that may serve."""
+    value_is_key: bool = False
+    """Whether the pair of pages is one array."""
 
 
 @functools.partial(jax.jit, static_argnums=0)
