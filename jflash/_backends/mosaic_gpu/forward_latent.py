@@ -41,6 +41,7 @@ class LatentForwardCta(WideForwardCta):
 
     def __init__(self, plan: LatentForwardPlan, refs: Refs, ops: WarpgroupOps) -> None:
         super().__init__(plan, refs, ops)
+        assert plan.tile.chunk_slots >= plan.key_chunks.number, "a chunk leaves after all of its tile have come"
         again = plan.key_chunks.number - 1 if plan.sums[WEIGHTS] else None
         self.keys = ChunkRing(plan.key_chunks, refs.smem.keys, again=again)
 
