@@ -1,12 +1,11 @@
 """The defects that are planted to see what the tests notice, each with the test that is there to notice it."""
 
 from defect import Defect
+from kernel_defects import KERNEL_DEFECTS
 
 EXACT = "tests/attention/test_exactness.py::test_exact"
 PROPERTIES = "tests/attention/test_properties.py"
 VISIBILITY = "tests/semantics/test_visibility.py"
-INTERPRETED = "tests/backends/mosaic_gpu/test_hopper_interpreted.py"
-BACKWARD_TILE = "tests/backends/mosaic_gpu/test_backward_tile.py"
 SEQUENCES = "tests/transforms/test_sequences.py"
 BARRIER = "    threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 
@@ -152,95 +151,11 @@ DEFECTS = [
         "tests/backends/metal/test_metal_pages.py::test_scaled",
     ),
     Defect(
-        "mosaic_gpu: products begin before the tile of keys has arrived",
-        "_attend_beside_product",
-        "is_masked=self.tiles.may_be_partial)\n        plgpu.barrier_wait(shared.k.full.at[slot])\n",
-        "is_masked=self.tiles.may_be_partial)\n",
-        f"{INTERPRETED}::test_head_groups_of_the_forward",
-    ),
-    Defect(
-        "mosaic_gpu: dK is without the scale",
-        "make_dk",
-        "self._store(acc_dk * ",
-        "self._store(acc_dk + 0 * ",
-        f"{INTERPRETED}::test_any_tiles",
-    ),
-    Defect(
-        "mosaic_gpu: dS^T takes the place of gradients that are still being stored",
-        "_compute_block",
-        "        self._wait_for_copies()\n        plgpu.barrier_arrive(shared.ds_empty.at[0])\n",
-        "        plgpu.barrier_arrive(shared.ds_empty.at[0])\n",
-        f"{INTERPRETED}::test_dq_in_shared_memory",
-    ),
-    Defect(
-        "mosaic_gpu: a query head has the keys of another group",
-        "key_head",
-        "return lax.div(head, self.plan.heads // self.plan.spec.key_heads)",
-        "return lax.rem(head, self.plan.spec.key_heads)",
-        f"{INTERPRETED}::test_head_groups_of_the_forward",
-    ),
-    Defect(
-        "mosaic_gpu: keys past the end have weights in the backward",
-        "visited",
-        "jnp.where(row + rows > spec.key_length, first, whole[1])",
-        "whole[1]",
-        f"{INTERPRETED}::test_no_weight_on_keys_past_the_end",
-    ),
-    Defect(
-        "mosaic_gpu: where the mean moves, the output's tangent does not",
-        "_visit",
-        "sums.t_out + along_rows(sums.mean - new.mean, sums.out.shape) * sums.out",
-        "sums.t_out",
-        "tests/backends/mosaic_gpu/test_hopper_tangent.py::test_about_the_mean",
-    ),
-    Defect(
-        "mosaic_gpu: all that a score_mod reads has the first one's index",
-        "index.scalar",
-        "indices(function, batch, head, query, key, key_minus_query, numbers[:-1])[read.place]",
-        "indices(function, batch, head, query, key, key_minus_query, numbers[:-1])[0]",
-        "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_tables",
-    ),
-    Defect(
-        "mosaic_gpu: query - key of a score_mod is key - query",
-        "values.compute",
-        "return [-key_minus_query]",
-        "return [key_minus_query]",
-        "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_differences_are_the_tiles_own",
-    ),
-    Defect(
-        "mosaic_gpu_mma: both blocks of a pair are scaled as the first",
-        "row_numbers",
-        "4 * (16 * number + 8 * half)",
-        "4 * (8 * half)",
-        "tests/backends/mosaic_gpu/test_mma_lanes.py::test_numbers_of_a_pairs_rows",
-    ),
-    Defect(
         "Both queries of a dropout counter have one word",
         "SHIFTS_AND_FACTORS",
         "(13, 0xD35A2D97)",
         "(15, FACTORS[1])",
         "tests/semantics/test_dropout.py",
-    ),
-    Defect(
-        "A table lacks the last of what each thread adds",
-        "totals",
-        "        place = next_place\n    yield place, total, _is_wanted(o, total)\n",
-        "        place = next_place\n",
-        "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_a_threads_sums",
-    ),
-    Defect(
-        "A thread's last index may differ where all are taken for one",
-        "differences",
-        "for place in index[1:]))",
-        "for place in index[1:-1]))",
-        "tests/backends/mosaic_gpu/test_score_mod_reads.py::test_a_threads_sums",
-    ),
-    Defect(
-        "mosaic_gpu_mma: dQ of the fused backward is without the scale",
-        "RoundDqCta.run",
-        "plan.columns, plan.together) * ",
-        "plan.columns, plan.together) + 0 * ",
-        "tests/backends/mosaic_gpu/test_mma_interpreted.py",
     ),
     Defect(
         "Halves come back in the order of the ring",
@@ -264,144 +179,11 @@ DEFECTS = [
         f"{SEQUENCES}::test_sharded_jit",
     ),
     Defect(
-        "All panels of a product are added to the first one's columns",
-        "products",
-        "yield accumulator.at[:, pl.ds(first, panel.shape[-1])], left, panel",
-        "yield accumulator.at[:, pl.ds(0, panel.shape[-1])], left, panel",
-        "tests/backends/mosaic_gpu/test_hopper_panels.py",
-    ),
-    Defect(
-        "Warpgroups that take turns wait for no dS but that which they multiply",
-        "_leave_dq",
-        "if self.plan.tile.dq_alternates:",
-        "if False:",
-        "tests/backends/mosaic_gpu/test_hopper_interpreted.py::test_dq_in_shared_memory",
-    ),
-    Defect(
-        "A head's part of a shared bias's gradient is added twice",
-        "own_visits",
-        "jnp.clip(self.visits - first, 0, most)",
-        "jnp.clip(self.visits - first, 0, most + 1)",
-        "tests/backends/mosaic_gpu/test_shared_bias.py",
-    ),
-    Defect(
-        "A warpgroup that leaves a tile keeps its turn",
-        "_leave",
-        "        # The turn goes round as often for each.\n        self._take_turn()\n        self._pass_turn()\n",
-        "",
-        "tests/backends/mosaic_gpu/test_hopper_turns.py",
-    ),
-    Defect(
-        "Rows have no delta subtracted from dP",
-        "d_logits",
-        "return p * (dp - delta)",
-        "return p * dp",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "dS of what dropout drops has the wrong sign",
-        "d_logits",
-        "jnp.abs(p) * (dp",
-        "p * (dp",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "dP of what dropout drops is not 0",
-        "d_logits",
-        "jnp.where(p > 0, 1 / (1 - spec.dropout_rate), 0.0)",
-        "1 / (1 - spec.dropout_rate)",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "dV has what dropout drops",
-        "kept",
-        "jnp.maximum(p, 0.0)",
-        "jnp.abs(p)",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "dV is not scaled for what dropout drops",
-        "scaled",
-        "values * (1 / (1 - spec.dropout_rate))",
-        "values",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "The backward forgets the probabilities that dropout drops",
-        "BackwardTile.of",
-        "dropped.signed(",
-        "dropped.keep(",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "Keys that a query does not see have weights in the backward",
-        "differentiate",
-        "return mask.hide(probabilities(logits), 0.0), lowerable(pull_back)",
-        "return probabilities(logits), lowerable(pull_back)",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "Reads of a score_mod have no gradient",
-        "_modification.modify",
-        "values.get(read_name(place), read)",
-        "read",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "The slope of a soft cap is that at 0",
-        "soft_cap",
-        "cap * form.unit - result * result * (form.unit / cap)",
-        "cap * form.unit",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "Logits that have to be exact become powers of 2",
-        "Exponent.__call__",
-        "jnp.exp2((logits - reference) * self.factor)",
-        "jnp.exp2(logits - reference)",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "Gradients of parameters are summed along columns",
-        "ParameterSums.added",
-        "gradients[name].sum(axis=1)",
-        "gradients[name].sum(axis=0)",
-        BACKWARD_TILE,
-    ),
-    Defect(
-        "A block of tokens ends where its room does",
-        "EntryRows.span",
-        "jnp.minimum(self.first + stop, self.stop)",
-        "self.first + stop",
-        "tests/backends/mosaic_gpu/test_work_items.py",
-    ),
-    Defect(
-        "A walk's last piece counts as often as it is loaded",
-        "_merge",
-        "jnp.where(index < pieces, 0.0, -jnp.inf)",
-        "0.0",
-        "tests/backends/mosaic_gpu/test_packed_sinks.py::test_any_sink_of_split_keys",
-    ),
-    Defect(
         "Lengths and offsets are read as they are given",
         "in_range",
         "jnp.clip(values, *ranges.get(name, (-_OFFSET_LIMIT, _OFFSET_LIMIT)))",
         "values",
         "tests/attention/test_any_lengths.py",
-    ),
-    Defect(
-        "Of two walks of one length each comes before the other",
-        "_deal",
-        "(others == tiles) & (walk < own)",
-        "(others == tiles) & (walk != own)",
-        "tests/backends/mosaic_gpu/test_work_items.py",
-    ),
-    Defect(
-        "CTAs of lists with a pair less go on past its end",
-        "ForwardSchedule._is_left",
-        "jnp.where(cta.list < self.full_lists, self.pairs, self.pairs - 1)",
-        "self.pairs",
-        "tests/backends/mosaic_gpu/test_hopper_schedule.py",
     ),
     Defect(
         "Tokens of several steps have the places of one's",
@@ -410,32 +192,5 @@ DEFECTS = [
         "each + 0 * jnp.arange",
         "tests/attention/test_ragged.py",
     ),
-    Defect(
-        "Converted numbers have the scale of the page before",
-        "ConvertedTile._convert",
-        "scales[row * number // keys]",
-        "scales[row * number // keys - 1]",
-        "tests/backends/mosaic_gpu/test_hopper_pages.py",
-    ),
-    Defect(
-        "What lies past the last key is not cleared where values are converted",
-        "SourceTile.clear_padding",
-        "pl.when(self._has_padding)",
-        "pl.when(False)",
-        "tests/backends/mosaic_gpu/test_hopper_pages.py",
-    ),
-    Defect(
-        "Sums of warps that share keys are each relative to its own largest logit",
-        "FewRowsCta.finish",
-        "scaled_rows(acc, shrink)",
-        "scaled_rows(acc, shrink * 0 + 1)",
-        "tests/backends/mosaic_gpu/test_mma_few_rows.py",
-    ),
-    Defect(
-        "NaN of float8 becomes a number in registers",
-        "_of_floats",
-        "o.add(size, o.times(carry, 2**shift - 1))",
-        "size",
-        "tests/backends/mosaic_gpu/test_mma_few_rows.py",
-    ),
+    *KERNEL_DEFECTS,
 ]
