@@ -100,7 +100,6 @@ class ChunkRing:
     ring: Buffers
     cluster: str | None = None
     """The axis of the CTAs that share copies, if some do."""
-
     again: int | None = None
     """The chunk that `product`'s warpgroup reads again before it leaves, if there is one."""
 

@@ -59,10 +59,10 @@ class LatentForwardCta(WideForwardCta):
         return tuple(sums)
 
     def add_own(self, step: Any, state: Softmax, p: Pieces, sums: Sums) -> Sums:
-        if not sums:
+        chunk = self.keys.again
+        if chunk is None:
             return sums
-        chunk, own = self.plan.key_chunks.number - 1, [self.form.rescaled(self.inputs, state.rescale, *sums)]
-        slot = self.keys.slot(step, chunk)
+        slot, own = self.keys.slot(step, chunk), [self.form.rescaled(self.inputs, state.rescale, *sums)]
         self._add_chunk(WEIGHTS, chunk, slot, p, own)
         plgpu.barrier_arrive(self.smem.keys.empty.at[slot])
         return tuple(own)

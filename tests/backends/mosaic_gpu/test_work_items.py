@@ -127,6 +127,7 @@ SPLIT: dict[str, tuple[Family, Case, dict[str, Any]]] = {
     "hopper": (HOPPER, FEW_ON_MANY, {}),
     "hopper, lists": (HOPPER, FEW_ON_MANY, dict(mask_mod=lambda b, h, q, k: (k // 128 % 2 == 0) | (q == k))),
     "hopper, wide heads": (HOPPER, FEW_ON_MANY._replace(query_length=150, dims=(272, 272)), {}),
+    "hopper, rows that no eight divides": (HOPPER, FEW_ON_MANY._replace(query_length=258, dims=(256, 256)), {}),
     "mma": (kernel_families.mma("8.0"), FEW_ON_MANY._replace(key_length=1100), {}),
 }
 
